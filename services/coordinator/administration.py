@@ -342,8 +342,8 @@ class Administration:
 
 
 def _check_checkpoint(run: Run, round_: Round) -> None:
-    if round_ not in run.complete_checkpoints:
-        there = ", ".join(map(str, run.complete_checkpoints)) or "none"
+    if round_ not in run.record.checkpoints:
+        there = ", ".join(map(str, run.record.checkpoints)) or "none"
         raise NotFound(f"there is no complete checkpoint of round {round_}; complete rounds: {there}")
 
 

@@ -128,7 +128,15 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         coordinator.curves.add(rank, message)
         coordinator.output.add(rank, message)
         coordinator.changed()
-        return await _await_successors(coordinator, message, reply)
+        run, failover = cluster.run, coordinator.failover
+        for index, (pserver_incarnation, _) in message.unreachable.items():
+            failover.suspect(index, pserver_incarnation)
+        if failover.is_settled:
+            return reply
+        # A trainer receives the address of a successor as soon as the successor holds the run.
+        seconds = min(SUCCESSOR_SECONDS, cluster.lease_seconds / 4)  # its next heartbeat comes later
+        await coordinator.wait_until(lambda: failover.is_settled, seconds)
+        return cluster.answer_trainer(coordinator.now()) if cluster.is_current(run) else reply
 
     @app.post(routes.LEAVE, tags=["membership"], status_code=204, response_class=Response)
     async def leave(rank: OrdinalText, message: Leave) -> None:
@@ -142,9 +150,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def checkpoints() -> list[CheckpointCreated]:
         """Return the complete checkpoints of the run, newest first."""
         run, place = cluster.run, coordinator.checkpoints.place.url
-        return [
-            CheckpointCreated(run=run.record.name, round=round_, place=place) for round_ in run.complete_checkpoints
-        ]
+        return [CheckpointCreated(run=run.record.name, round=round_, place=place) for round_ in run.record.checkpoints]
 
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:
@@ -161,16 +167,3 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     add_history_routes(app, coordinator.history)
     add_dashboard_routes(app)
     return app
-
-
-async def _await_successors(
-    coordinator: Coordinator, message: TrainerHeartbeat, reply: TrainerHeartbeatReply
-) -> TrainerHeartbeatReply:
-    """Return the answer to a trainer as soon as the successors of suspected pservers hold the run."""
-    cluster, run, failover = coordinator.cluster, coordinator.cluster.run, coordinator.failover
-    suspected = failover.suspect_unreachable(message.unreachable)
-    if failover.are_replaced(suspected):
-        return reply
-    seconds = min(SUCCESSOR_SECONDS, cluster.lease_seconds / 4)  # its next heartbeat comes later
-    await coordinator.wait_until(lambda: failover.are_replaced(suspected), seconds)
-    return cluster.answer_trainer(coordinator.now()) if cluster.is_current(run) else reply

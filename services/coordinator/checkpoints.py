@@ -69,7 +69,7 @@ class Checkpoints:
         self._named, self._num_failures = None, 0
 
         def newest() -> Round:
-            return max(self._cluster.run.complete_checkpoints, default=-1)
+            return max(self._cluster.run.record.checkpoints, default=-1)
 
         def has_ended() -> bool:
             record = self._cluster.run.record
@@ -83,7 +83,7 @@ class Checkpoints:
             self._requested = None
         if not self._cluster.is_current(run) or newest() < round_:
             text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
-            raise TryAgain(text, complete=list(self._cluster.run.complete_checkpoints))
+            raise TryAgain(text, complete=list(self._cluster.run.record.checkpoints))
         return newest()
 
     # ------------------------------------------------------------------ naming
@@ -94,7 +94,7 @@ class Checkpoints:
         run, members = self._cluster.run, self._find_members()
         if not members:
             return
-        newest = max(run.complete_checkpoints, default=-1)
+        newest = max(run.record.checkpoints, default=-1)
         round_ = max(member.round for member in members)
         if self._named is not None and self._named[0] <= newest:
             self._named, self._num_failures = None, 0
@@ -163,7 +163,7 @@ class Checkpoints:
         # A checkpoint may be the target of a rollback that is under way.
         if cluster.is_current(before) and not cluster.run.is_changing:
             cluster.run = cluster.run.drop_checkpoints(self._num_kept)
-        is_changed = cluster.is_current(before) and cluster.run.complete_checkpoints != before.complete_checkpoints
+        is_changed = cluster.is_current(before) and cluster.run.record.checkpoints != before.record.checkpoints
         try:
             if is_changed:
                 await self._shell.persist()
@@ -180,7 +180,7 @@ class Checkpoints:
         files = [member.heartbeat.published for member in registry.members.values()]
         shards = [file for file in files if file is not None]
         is_ready = len(shards) == len(files) and len({file.round for file in shards}) == 1
-        return shards if is_ready and shards[0].round > max(run.complete_checkpoints, default=-1) else None
+        return shards if is_ready and shards[0].round > max(run.record.checkpoints, default=-1) else None
 
     async def _write_manifest(self, shards: list[ShardFile]) -> None:
         cluster, run = self._cluster, self._cluster.run
@@ -214,7 +214,7 @@ class Checkpoints:
         run, registry = self._cluster.run, self._cluster.registry
         if run.record.plan is None:
             return
-        kept, known = run.complete_checkpoints, set(run.complete_checkpoints)
+        kept, known = run.record.checkpoints, set(run.record.checkpoints)
         if registry.is_serving(run.record.attempt_id):
             # A pserver that has published a later shard reports no earlier one, which therefore stays incomplete.
             published = (member.heartbeat.published for member in registry.members.values())

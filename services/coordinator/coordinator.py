@@ -48,11 +48,8 @@ class Coordinator(Shell):
         self.checkpoints = Checkpoints(self, place, settings.keep_checkpoints)
         self.result = RunResult(self, self.checkpoints)
         self.history = RunHistory(settings.history_folder)
-        self.history_writer = HistoryWriter(self.history, self.cluster, self.curves, self.result)
-        self.listeners += [
-            lambda: self.events.detect_changes(self.cluster),
-            lambda: self.history_writer.note(self.now()),
-        ]
+        self.history_writer = HistoryWriter(self.history, self, self.curves, self.result)
+        self.listeners += [lambda: self.events.detect_changes(self.cluster), self.history_writer.note]
 
     async def restore(self) -> None:
         """Restore the state of an earlier process of this coordinator. Raises StorageFailed if it cannot be used."""
@@ -94,7 +91,7 @@ class Coordinator(Shell):
         finally:
             self.failover.close()
             self.notify()
-            self.history_writer.note(self.now(), is_stopping=True)
+            self.history_writer.note(is_stopping=True)
             await self.history_writer.flush()
             self.file.unlock()
 

@@ -150,7 +150,7 @@ class Events:
             why = f": {run.reason}" if run.reason else ""
             text = f"the run is rolled back and continues {where} (attempt {record.attempt}){why}"
             yield "rollback", text, {"resume": record.base_round, "attempt": record.attempt, "reason": run.reason}
-        for round_ in sorted(set(run.complete_checkpoints) - set(before.complete_checkpoints)):
+        for round_ in sorted(set(run.record.checkpoints) - set(before.record.checkpoints)):
             yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
 
     def _changed_pservers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:

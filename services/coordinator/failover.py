@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,6 @@ NUM_PROBES = 2  # a pause of 0.4 s is no death, and the pserver may have closed 
 REQUEST_SECONDS = 2.0  # for a standby that is fenced or promoted
 RETRY_SECONDS = 0.1
 
-Key = tuple[PserverIndex, Incarnation]
-
 
 class FailOver:
     """The tasks that promote standbys, and the in-sync sets that pservers wait for."""
@@ -57,7 +55,6 @@ class FailOver:
         self._shell = shell
         self._cluster = shell.cluster
         self._tasks: dict[PserverIndex, asyncio.Task[None]] = {}
-        self._suspected: dict[PserverIndex, Incarnation] = {}  # by these tasks
         self._replacing: set[PserverIndex] = set()
         self._ended: set[Replica] = set()  # processes that are known to have ended
 
@@ -93,9 +90,9 @@ class FailOver:
         if report.is_stopping:
             return
         self._ended.discard(report.instance)
-        member = self._find_member(index)
+        member = self._cluster.registry.known.get(index)
         if member is not None and member.record.instance == report.instance and member.is_unaware:
-            self._start(index, member.info.incarnation, self._promote(member))
+            self._start(index, self._promote(member))
         elif report.lost:
             self.suspect(index, report.lost)
 
@@ -120,7 +117,7 @@ class FailOver:
         """Raise TryAgain if a member of the in-sync set, or a successor, may hold later updates than a process."""
         cluster, run, held = self._cluster, self._cluster.run, request.held
         replicas, members = cluster.registry.replicas[index], self._list_members(index)
-        member = self._find_member(index, replicas.incarnation)
+        member = cluster.registry.find(index, replicas.incarnation)
         is_own = request.previous == replicas.incarnation  # the process before was the leader in force
         successor = member.record if member is not None and member.is_unaware and not is_own else None
         # After a power failure the logs of members may be longer, and the newest heartbeat of the leader may be older.
@@ -167,20 +164,12 @@ class FailOver:
         limit = self._cluster.run.settings.rejoin_timeout_seconds / 2  # then the run goes back
         return is_older and has_run and self._shell.now() - lost.seen_at < limit
 
-    def suspect_unreachable(self, unreachable: Mapping[PserverIndex, tuple[Incarnation, float]]) -> set[Key]:
-        """Suspect the pservers that a trainer does not reach. Return those whose successors it should wait for."""
-        for index, (incarnation, _) in unreachable.items():
-            self.suspect(index, incarnation)
-        return {*self._suspected.items(), *((index, incarnation) for index, (incarnation, _) in unreachable.items())}
-
-    def are_replaced(self, suspected: Collection[Key]) -> bool:
-        """Return whether none of these pservers is being replaced, and the successors of the others hold the run."""
-        incarnations, holders = self._cluster.registry.incarnations, self._cluster.run.holders
-        return not self._cluster.serves_run or not any(
-            index in self._tasks
-            or (incarnation < incarnations.get(index, 0) and incarnations[index] != holders.get(index))
-            for index, incarnation in suspected
-        )
+    @property
+    def is_settled(self) -> bool:
+        """True unless a pserver of the run is suspected, or its next incarnation does not hold the run yet."""
+        known, holders = self._cluster.registry.known, self._cluster.run.holders
+        has_left = any(member.info.incarnation != holders.get(index) for index, member in known.items())
+        return not self._may_replace() or not (self._tasks or has_left)
 
     # ------------------------------------------------------------------ suspicion
 
@@ -188,7 +177,7 @@ class FailOver:
         """Probe a pserver in a task, and replace it if it does not answer, unless it has another incarnation now."""
         if not self._is_to_be_replaced(index, incarnation) or not self._cluster.registry.replicas[index].in_sync:
             return  # without a standby in sync it returns, or the run fails
-        self._start(index, incarnation, self._replace_if_silent(index, incarnation))
+        self._start(index, self._replace_if_silent(index, incarnation))
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
@@ -196,7 +185,7 @@ class FailOver:
             if standby.report.address == address:
                 self._ended.add(instance)
         self._cluster.standbys = self._cluster.standbys.drop(address)
-        member = self._find_member(index)
+        member = self._cluster.registry.known.get(index)
         if member is not None and member.info.address == address:
             self._ended.add(member.record.instance)
             self.suspect(index, member.info.incarnation)
@@ -212,23 +201,15 @@ class FailOver:
         cluster = self._cluster
         return cluster.serves_run and cluster.run.record.state != "gathering" and cluster.resume_at is None
 
-    def _find_member(self, index: PserverIndex, incarnation: Incarnation | None = None) -> PserverMember | None:
-        """Return a pserver, which may be silent, unless an incarnation is given and another one is in force."""
-        registry = self._cluster.registry
-        member = registry.known.get(index)
-        is_current = member is not None and incarnation in (None, member.info.incarnation)
-        return member if is_current else None
-
-    def _start(self, index: PserverIndex, incarnation: Incarnation, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, index: PserverIndex, work: Coroutine[Any, Any, None]) -> None:
         if index in self._tasks:
             work.close()
             return
-        self._suspected[index] = incarnation
         self._tasks[index] = asyncio.create_task(work, name=f"fail-over of pserver {index}")
         self._tasks[index].add_done_callback(partial(self._finish, index))
 
     def _finish(self, index: PserverIndex, task: asyncio.Task[None]) -> None:
-        del self._tasks[index], self._suspected[index]
+        del self._tasks[index]
         if index in self._replacing:
             self._replacing.discard(index)
             self.has_ended = True
@@ -259,7 +240,8 @@ class FailOver:
     # ------------------------------------------------------------------ the replacement
 
     async def _replace_if_silent(self, index: PserverIndex, incarnation: Incarnation) -> None:
-        member, registry = self._find_member(index, incarnation), self._cluster.registry
+        registry = self._cluster.registry
+        member = registry.find(index, incarnation)
         if member is None:
             return
         has_ended = member.record.instance in self._ended or member.is_lost
@@ -289,7 +271,7 @@ class FailOver:
             await asyncio.sleep(RETRY_SECONDS)  # the pserver may register again meanwhile
 
     def _is_to_be_replaced(self, index: PserverIndex, incarnation: Incarnation) -> bool:
-        return self._may_replace() and self._find_member(index, incarnation) is not None
+        return self._may_replace() and self._cluster.registry.find(index, incarnation) is not None
 
     async def _fence(self, standby: Standby, index: PserverIndex, incarnation: Incarnation) -> RegisterPserver | None:
         """Fence a standby. Return its registration if it may lead, else None."""
@@ -341,7 +323,7 @@ class FailOver:
 
     def _is_to_be_promoted(self, index: PserverIndex, incarnation: Incarnation) -> bool:
         """Return whether a registered standby is alive, and may not know of its promotion."""
-        member = self._find_member(index, incarnation)
+        member = self._cluster.registry.find(index, incarnation)
         if member is None or not member.is_unaware or not self._cluster.serves_run:
             return False
         return not member.is_lost or member.record.instance in self._cluster.standbys.members

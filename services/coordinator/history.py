@@ -24,7 +24,7 @@ from services.runtime.storage import seal, unseal, write_file
 
 from .curves import CurveList, Curves
 from .result import RunResult
-from .state.cluster import Cluster
+from .shell import Shell
 from .state.status import describe_status
 
 log = get_logger()
@@ -150,22 +150,22 @@ class HistoryWriter:
     A record is written when the run is over, and again when its trainers have left and when its result is saved.
     """
 
-    def __init__(self, history: RunHistory, cluster: Cluster, curves: Curves, result: RunResult) -> None:
+    def __init__(self, history: RunHistory, shell: Shell, curves: Curves, result: RunResult) -> None:
         self._history = history
-        self._cluster = cluster
+        self._shell = shell
+        self._cluster = shell.cluster
         self._curves = curves
         self._result = result
         self._earlier: HistoryRecord | None = None  # of the restored run, by an earlier process
         self._noted: tuple[object, ...] = ()
         self._make_record: Callable[[], HistoryRecord] | None = None  # of the newest change, until it is written
-        self._has_news = asyncio.Event()
 
     def restore(self, earlier: HistoryRecord) -> None:
         """Continue the record that an earlier process of the coordinator has written of the restored run."""
         self._earlier = earlier
         self._curves.restore(earlier.curves)
 
-    def note(self, now: float, *, is_stopping: bool = False) -> None:
+    def note(self, *, is_stopping: bool = False) -> None:
         """Note the end of the run, or with `is_stopping` the end of the process, before another run begins.
 
         A run keeps its file if it was restored after its end, or has no heartbeats or no new rounds in this process.
@@ -180,7 +180,7 @@ class HistoryWriter:
         earlier = self._earlier if self._earlier is not None and self._earlier.status.run == record.name else None
         if earlier is not None and not run.has_new_rounds:
             return
-        self._noted = stage
+        self._noted, now = stage, self._shell.now()
         since_1970 = time.time() - now
         started_at = since_1970 + (run.started_at or 0.0)
         ended_at = since_1970 + (now if run.ended_at is None else run.ended_at)
@@ -199,13 +199,12 @@ class HistoryWriter:
             )
 
         self._make_record = make_record
-        self._has_news.set()
 
     async def write_notes(self) -> None:
         """Write each noted record until the task is cancelled."""
+        seen = -1
         while True:
-            await self._has_news.wait()
-            self._has_news.clear()
+            seen = await self._shell.wait_for_change(seen)
             await self.flush()
 
     async def flush(self) -> None:

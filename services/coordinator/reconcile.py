@@ -216,14 +216,14 @@ class Reconciler:
         except NotReady:
             if not run.settings.consistency.is_async:
                 return None
-            for round_ in self._cluster.run.complete_checkpoints:  # without a rollback, each continues from its newest
+            for round_ in self._cluster.run.record.checkpoints:  # without a rollback, each continues from its newest
                 if await self._list_restorable(run, member, round_):
                     return FrozenRounds(applied=round_)
             return None
         return FrozenRounds.from_answer(body)
 
     async def _list_restorable(self, run: Run, member: PserverMember, newest: Round) -> Ranges:
-        is_complete = newest in self._cluster.run.complete_checkpoints
+        is_complete = newest in self._cluster.run.record.checkpoints
         route = f"{RESTORABLE}?run={run.record.name}&newest={newest}&complete={str(is_complete).lower()}"
         body = await self._call(member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
         return _RANGES.validate_json(body)
@@ -273,7 +273,7 @@ class Reconciler:
             ranges = await asyncio.gather(*(self._list_restorable(run, member, newest) for member in members))
             round_ = newest_common(newest, ranges)
             if round_ != newest:
-                candidates = [complete for complete in self._cluster.run.complete_checkpoints if complete < newest]
+                candidates = [complete for complete in self._cluster.run.record.checkpoints if complete < newest]
                 round_ = max(candidates if round_ is None else [*candidates, round_], default=None)
             if round_ is None or round_ == newest:
                 return round_, dict(zip((member.info.index for member in members), ranges, strict=True))

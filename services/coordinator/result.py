@@ -38,14 +38,13 @@ class RunResult:
             self._saving = asyncio.create_task(self._save(run), name="save the result")
 
     async def _save(self, run: Run) -> None:
-        """Make the summary of a finished run, and a checkpoint of its last round. Then its pservers may exit."""
+        """Make a checkpoint of a finished run's last round, and then the summary. Then its pservers may exit."""
         cluster = self._shell.cluster
         try:
-            if warning := (await self._make_summary()).warning:
-                log.warning(warning)
             if cluster.is_current(run) and cluster.is_saving_result:
                 await self._write_checkpoint(run)
-                await self._make_summary()  # again, in case the checkpoint lacks rounds and the run has failed
+            if warning := (await self._make_summary()).warning:
+                log.warning(warning)
             cluster.update(run, lambda newest: replace(newest, is_result_saved=True))
         finally:
             self._shell.changed()

@@ -194,7 +194,7 @@ class Cluster:
         if self.has_ended:
             self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
-            complete=run.complete_checkpoints,
+            complete=run.record.checkpoints,
             notice=describe_notice(self.run, self.registry, now),
             stop=self.has_ended,
             exit_code=self.exit_code,
@@ -323,8 +323,8 @@ class Cluster:
         if self._settings.consistency.is_async or message.attempt != run.record.attempt:
             return run
         for index, incarnation in message.ahead_of.items():
-            member = self.registry.members.get(index)
-            if member is None or member.info.incarnation != incarnation or member.record.restored is None:
+            member = self.registry.find(index, incarnation)
+            if member is None or member.is_lost or member.record.restored is None:
                 continue
             report = LostRounds(incarnation, member.record.restored, rank, message.round)
             if member.round <= report.restored < report.received:

@@ -87,6 +87,11 @@ class PserverRegistry:
         """True if every index has a living pserver."""
         return len(self.members) == self.num_pservers
 
+    def find(self, index: PserverIndex, incarnation: Incarnation) -> PserverMember | None:
+        """Return a pserver, which may be lost; None if it has another incarnation."""
+        member = self.known.get(index)
+        return None if member is None or member.info.incarnation != incarnation else member
+
     def find_missing_standbys(self, index: PserverIndex) -> frozenset[Replica]:
         """Return the standbys in sync that a pserver does not reach. With replica_loss `wait` the last ones stay."""
         member = self.members.get(index)
@@ -195,11 +200,11 @@ class PserverRegistry:
 
     def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverRegistry:
         """Renew a lease and store the progress. Raises StalePserver if the sender must register again."""
-        member = self.known.get(index)
-        if member is None or member.info.incarnation != message.incarnation:
+        member = self.find(index, message.incarnation)
+        if member is None:
             raise StalePserver(
                 f"pserver {index} incarnation {message.incarnation} is not a member; register again",
-                current=member.info.incarnation if member else None,
+                current=self.known[index].info.incarnation if index in self.known else None,
             )
         if self.replicas[index].is_fenced:
             text = f"a standby may refuse incarnation {message.incarnation} of pserver {index}"
@@ -210,8 +215,7 @@ class PserverRegistry:
 
     def note_progress(self, info: PserverInfo, round_: Round = 0, coming: tuple[Round, ...] = ()) -> PserverRegistry:
         """Add an applied round and coming checkpoints to the last heartbeat, unless this incarnation is gone."""
-        member = self.members.get(info.index)
-        if member is None or member.info.incarnation != info.incarnation:
+        if (member := self.find(info.index, info.incarnation)) is None:
             return self
         last = member.heartbeat
         newer = {"round": max(last.round, round_), "coming_checkpoints": (*last.coming_checkpoints, *coming)}
@@ -237,8 +241,8 @@ class PserverRegistry:
         A pserver that is about to stop, or that sent no heartbeat since, was not reachable, even if its lease has not
         ended.
         """
-        member = self.members.get(index)
-        if member is None or member.info.incarnation != incarnation or member.heartbeat.is_stopping:
+        member = self.find(index, incarnation)
+        if member is None or member.is_lost or member.heartbeat.is_stopping:
             return False
         since = max(since, member.present_since)
         # A pserver whose newest heartbeat is as old as this may be dead, so that its lease decides.

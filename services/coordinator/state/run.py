@@ -324,20 +324,15 @@ class Run:
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def complete_checkpoints(self) -> tuple[Round, ...]:
-        """The rounds of the complete checkpoints, newest first."""
-        return self.record.checkpoints
-
     def add_checkpoint(self, attempt: int, round_: Round) -> Run:
         """Note a complete checkpoint, unless the run was rolled back since `attempt`, which may have undone it."""
         is_current = self.record.attempt == attempt
-        rounds = (round_, *self.complete_checkpoints)
+        rounds = (round_, *self.record.checkpoints)
         return replace(self, record=self.record.with_fields(checkpoints=rounds)) if is_current else self
 
     def drop_checkpoints(self, num_kept: int) -> Run:
         """Forget all but the newest checkpoints; the others are deleted."""
-        return replace(self, record=self.record.with_fields(checkpoints=self.complete_checkpoints[:num_kept]))
+        return replace(self, record=self.record.with_fields(checkpoints=self.record.checkpoints[:num_kept]))
 
     # ------------------------------------------------------------------ losses and the end
 

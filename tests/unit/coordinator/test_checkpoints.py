@@ -285,10 +285,10 @@ async def test_a_checkpoint_is_complete_when_all_pservers_have_published_their_s
     await complete(manifests, cluster, 0)
     report(cluster, 0, 4)
     await manifests.complete()
-    assert found(place) == list(cluster.run.complete_checkpoints) == [0]
+    assert found(place) == list(cluster.run.record.checkpoints) == [0]
     report(cluster, 1, 4)
     await manifests.complete()
-    assert found(place) == list(cluster.run.complete_checkpoints) == [4, 0]
+    assert found(place) == list(cluster.run.record.checkpoints) == [4, 0]
     manifest = read_manifest(place, "run1", 4)
     assert [file.pserver for file in manifest.shards] == [0, 1]
 
@@ -298,10 +298,10 @@ async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluste
     await complete(manifests, cluster, 0, 4)
     cluster.run = cluster.run.with_change()
     await complete(manifests, cluster, 8)
-    assert found(place) == list(cluster.run.complete_checkpoints) == [8, 4, 0]
+    assert found(place) == list(cluster.run.record.checkpoints) == [8, 4, 0]
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
     await complete(manifests, cluster, 12)
-    assert found(place) == list(cluster.run.complete_checkpoints) == [12, 8]
+    assert found(place) == list(cluster.run.record.checkpoints) == [12, 8]
     assert place.list("run1") == ["000000000008", "000000000012"]
 
 
@@ -336,7 +336,7 @@ async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
         place, "delete", lambda name: delete(name) if deletes_manifests and name.endswith(".json") else refuse(name)
     )
     await complete(manifests, cluster, 4, 8, 12)
-    assert list(cluster.run.complete_checkpoints) == [12, 8]
+    assert list(cluster.run.record.checkpoints) == [12, 8]
     assert found(place) == ([12, 8] if deletes_manifests else [12, 8, 4])
 
 
@@ -356,21 +356,21 @@ async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, 
         assert not await manifests.complete()
     finally:
         arm_failpoints("")
-    assert cluster.run.complete_checkpoints == ()
+    assert cluster.run.record.checkpoints == ()
     assert await manifests.complete()
-    assert found(place) == list(cluster.run.complete_checkpoints) == [4]
+    assert found(place) == list(cluster.run.record.checkpoints) == [4]
 
 
 async def test_nothing_is_deleted_that_a_restarted_coordinator_would_list(cluster, place):
     problems = [TryAgain("the coordinator's state cannot be written")]
 
     async def persist() -> None:
-        if 12 in cluster.run.complete_checkpoints and problems:
+        if 12 in cluster.run.record.checkpoints and problems:
             raise problems.pop()
 
     manifests = make_checkpoints(cluster, place, persist=persist)
     await complete(manifests, cluster, 4, 8, 12)
-    assert (found(place), list(cluster.run.complete_checkpoints)) == ([12, 8, 4], [12, 8])
+    assert (found(place), list(cluster.run.record.checkpoints)) == ([12, 8, 4], [12, 8])
     await complete(manifests, cluster, 16)
     assert found(place) == [16, 12]
 
@@ -384,11 +384,11 @@ async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(clus
     newest = len(attempts)
     report_all(cluster, attempt=newest)
     await manifests.complete()
-    assert found(place) == list(cluster.run.complete_checkpoints) == [4]
+    assert found(place) == list(cluster.run.record.checkpoints) == [4]
     report_all(cluster, 8, attempt=newest)
     await manifests.complete()
     assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(newest, 8), (0, 4)]
-    assert list(cluster.run.complete_checkpoints) == [8, 4]
+    assert list(cluster.run.record.checkpoints) == [8, 4]
 
 
 async def test_shards_that_another_attempt_publishes_outlive_the_undone_checkpoint_of_their_round(
@@ -417,10 +417,10 @@ async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_dele
     with monkeypatch.context() as patch:
         patch.setattr(place, "write", write_slowly)
         await manifests.complete()
-    assert cluster.run.complete_checkpoints == ()
+    assert cluster.run.record.checkpoints == ()
     report_all(cluster, attempt=1)
     await manifests.complete()
-    assert found(place) == list(cluster.run.complete_checkpoints) == []
+    assert found(place) == list(cluster.run.record.checkpoints) == []
 
 
 async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_by_round(cluster, place, manifests):
