@@ -23,7 +23,7 @@ from ps_protocol.requests import Barrier, Pull, PushAnswer
 from .limits import WaitingPulls
 from .pserver import Pserver
 from .run.run import Run
-from .run.synchronous.rounds_executor import RoundsExecutor
+from .run.sync_run import SyncRun
 from .shard.bodies import content_length, receive_body
 
 MAX_GET_BODY_BYTES = 1024 * 1024
@@ -53,7 +53,7 @@ class TensorEndpoints:
         self, scope: Scope, receive: Receive, headers: dict[str, str], fence: Fence, run: Run, *, initial: bool
     ) -> PushAnswer:
         num_bytes = content_length(headers, self._limits)  # a body of unknown or excessive length is not read at all
-        run.initial_values.admit(fence) if initial else run.context.admit_push(fence)
+        run.admit_initial(fence) if initial else run.admit_push(fence)
         most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
         if num_bytes > most:
             raise BadInput(
@@ -64,7 +64,7 @@ class TensorEndpoints:
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
             limits = _limit_tensors(self._limits, run.max_body_tensors)
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
-            return await (run.initial_values.store(fence, body) if initial else run.push(fence, body))
+            return await (run.store_initial(fence, body) if initial else run.push(fence, body))
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a batch or fetch barrier and answer without waiting."""
@@ -101,16 +101,15 @@ class TensorEndpoints:
         headers, fence, run = self._begin(scope)
         pull = Pull.from_headers(fence.round, headers)
         run.check_fence(fence)
-        rounds = run.executor
-        if not isinstance(rounds, RoundsExecutor) or run.installed.max_grad_norm is None:
+        if not isinstance(run, SyncRun) or run.installed.max_grad_norm is None:
             raise Conflict(
                 "this run does not clip gradients; norms require the synchronous mode and max_grad_norm",
                 code="mode_mismatch",
             )
         if pull.barrier is not None:
-            rounds.count_barrier(fence, pull.barrier)
+            run.count_barrier(fence, pull.barrier)
         with self._waiting.place(fence.rank):
-            answer = await rounds.get_norm(fence, pull)
+            answer = await run.get_norm(fence, pull)
         await _send_json(send, answer)
 
     async def pull(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +134,7 @@ class TensorEndpoints:
                 deadline = asyncio.get_running_loop().time() + pull.wait_seconds
                 await _require_rounds(run, "global norm").get_norm(fence, pull)
                 pull = replace(pull, wait_seconds=max(0.0, deadline - asyncio.get_running_loop().time()))
-            reply = await run.executor.get(fence, pull)
+            reply = await run.get(fence, pull)
             run.transports.add(scope["http_version"])
             parts = reply.parts_for(pull.base)
             with reply.reading():
@@ -148,10 +147,10 @@ def _limit_tensors(limits: FrameLimits, most: int) -> FrameLimits:
     return replace(limits, max_tensors=min(limits.max_tensors, most))
 
 
-def _require_rounds(run: Run, what: str) -> RoundsExecutor:
-    """Return the executor of a synchronous run. Raises Conflict for another one."""
-    if isinstance(run.executor, RoundsExecutor):
-        return run.executor
+def _require_rounds(run: Run, what: str) -> SyncRun:
+    """Return a synchronous run. Raises Conflict for another one."""
+    if isinstance(run, SyncRun):
+        return run
     raise Conflict(
         f"a {what} requires the synchronous mode",
         code="mode_mismatch", expected=f"no {what}", actual=run.installed.consistency.mode,

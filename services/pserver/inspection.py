@@ -20,7 +20,7 @@ from services.runtime.large_replies import LargeReplies, LargeReply, stream_chun
 from services.runtime.statistics import Statistics
 
 from .limits import Copies
-from .run.schedule import Read
+from .run.run import Read
 from .shard.shard import MASTER_BYTES, Shard
 from .statistics import describe_values
 
@@ -39,10 +39,10 @@ class ReadableShard(Protocol):
         """Return what `read` returns between two updates."""
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
-        """Return what `read` returns right after a round: see `Executor.read_after_round`."""
+        """Return what `read` returns right after a round: see `Run.read_after_round`."""
 
     async def wait_until_held(self) -> None:
-        """Wait until the updates that were read may be seen: see `RunContext.wait_until_held`."""
+        """Wait until the updates that were read may be seen: see `Run.wait_until_held`."""
 
 
 class ShardSource(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -107,3 +108,13 @@ class PserverMetrics:
         gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.").set_function(
             lambda: compute.num_jobs
         )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the members of `PserverHeartbeat` that are measured here."""
+        return {
+            "num_applies": self.apply_seconds.count,
+            "apply_seconds": self.apply_seconds.total,
+            "num_waits": self.barrier_wait.count,
+            "wait_seconds": self.barrier_wait.total,
+            "staleness": dict(self.staleness.counts),
+        }

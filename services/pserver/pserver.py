@@ -44,10 +44,13 @@ from services.runtime.storage import DamagedFile
 from .durable.disk import Disk
 from .durable.snapshot_writer import Publisher
 from .durable.storage import Ranges, Restored, RunStorage
+from .heartbeat import describe_run, digest_run
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run.membership_changes import MembershipChanges
+from .run.queue_run import QueueRun
 from .run.run import Run
+from .run.staging import MembershipChanges
+from .run.sync_run import SyncRun
 from .shard.bodies import BufferPool
 
 log = get_logger()
@@ -92,9 +95,9 @@ class Pserver:
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
         metrics.log_bytes.set_function(lambda: self._storage.log.num_bytes if self._storage else 0)
         metrics.checkpoint_round.set_function(lambda: max(self._storage.rounds, default=0) if self._storage else 0)
-        metrics.queued.set_function(lambda: self._run.executor.num_queued if self._run else 0)
-        metrics.missing.set_function(lambda: len(self._run.missing) if self._run and self._run.waiting_seconds else 0)
-        metrics.waiting_seconds.set_function(lambda: self._run.waiting_seconds if self._run else 0)
+        metrics.queued.set_function(lambda: self._run.describe_progress().get("num_queued", 0) if self._run else 0)
+        metrics.missing.set_function(lambda: len(self._run.late[0]) if self._run else 0)
+        metrics.waiting_seconds.set_function(lambda: self._run.late[1] if self._run else 0)
         if disk is not None:
             metrics.disk_free.set_function(lambda: disk.measure_usage()[1])
             metrics.disk_size.set_function(lambda: disk.measure_usage()[0])
@@ -208,21 +211,21 @@ class Pserver:
         self._check_size(message.plan, self.index)  # before the shard is allocated
         if current is not None and current.installed.run != message.run:
             self._ended_runs.append(current.installed.run)
-        if current is not None and current.installed.run == message.run and current.context.standbys is not None:
-            current.context.standbys.require(message.required)  # another attempt may know a later set
-            message = message.model_copy(update={"required": current.context.standbys.required})
+        if current is not None and current.installed.run == message.run and current.standbys is not None:
+            current.standbys.require(message.required)  # another attempt may know a later set
+            message = message.model_copy(update={"required": current.standbys.required})
         del current  # its shard is freed before another is allocated
         await self._replace_run(None, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
-        run = Run(
+        run = (QueueRun if message.consistency.is_async else SyncRun)(
             message, self.index, compute=self._compute, pool=self.pool, metrics=self.metrics, storage=storage,
             restored=restored, publisher=self.publisher,
         )  # fmt: skip
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)
-        await run.initial_values.publish()
+        await run.publish()
         self.heartbeat_is_due.set()  # the coordinator names this pserver to its standbys after the next one
         log.info("run installed", round=run.round)
 
@@ -267,7 +270,7 @@ class Pserver:
             return
         reach_failpoint("install.before")
         if message.failure is not None and message.number > self._changes.ended:
-            await run.executor.end(error_from_problem(message.failure), is_failure=True)
+            await run.end(error_from_problem(message.failure), is_failure=True)
         elif message.failure is None:
             await self._change_members(run, message)
         reach_failpoint("install.after")
@@ -275,7 +278,7 @@ class Pserver:
     async def _change_members(self, run: Run, message: InstallMembers) -> None:
         if self._run is run and self._changes.is_current(message.number):  # no later change has begun meanwhile
             self._changes.end_change(message.number)
-            await run.install_members(message)
+            await run.install_members(message.membership)
 
     async def freeze(self, message: Freeze) -> FrozenRounds:
         """Begin a change of members: hold every barrier back until the end of this change, or of a later one.
@@ -347,7 +350,7 @@ class Pserver:
     def make_heartbeat(self) -> PserverHeartbeat:
         """Return the message that the coordinator gets regularly."""
         run = self._run
-        described: dict[str, Any] = {"run": None, "round": 0} if run is None else run.describe()
+        described: dict[str, Any] = {"run": None, "round": 0} if run is None else describe_run(run)
         if self.is_stopping:
             described["standbys"] = None  # it has ended their streams, and lets one replace it
         return PserverHeartbeat(
@@ -372,15 +375,15 @@ class Pserver:
             return
         if heartbeat.run == run.installed.run:
             self._require_standbys(reply.required)
-        run.context.notice = reply.notice
+        run.waits.notice = reply.notice
         is_current = (heartbeat.run, heartbeat.attempt) == (run.installed.run, run.installed.attempt)
         if run.storage is not None and is_current:  # else its rounds may have been rolled back since
             run.storage.complete = reply.complete
 
     def _require_standbys(self, required: RequiredStandbys) -> None:
         """Wait for these standbys from now on, unless a later set of them is known."""
-        if self._run is not None and self._run.context.standbys is not None:
-            self._run.context.standbys.require(required)
+        if self._run is not None and self._run.standbys is not None:
+            self._run.standbys.require(required)
 
     async def describe_state(self, *, with_digest: bool) -> PserverState:
         """Return the state for inspection. The digest reads the whole shard."""
@@ -392,5 +395,5 @@ class Pserver:
             index=self.index,
             members=tuple(sorted(run.schedule.members)),
             transports=tuple(sorted(run.transports)),
-            digest=await run.digest() if with_digest else None,
+            digest=await digest_run(run) if with_digest else None,
         )

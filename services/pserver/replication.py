@@ -15,7 +15,7 @@ from fastapi import FastAPI, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
-from ps_protocol.errors import Conflict, GradpostError, StalePserver, StaleRun, TryAgain
+from ps_protocol.errors import Conflict, FutureRound, GradpostError, StalePserver, StaleRun, TryAgain
 from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
@@ -28,7 +28,7 @@ from .durable.record_stream import IDLE_SECONDS, encode_end, encode_idle
 from .durable.storage import RunStorage
 from .pserver import Pserver
 from .run.run import Run
-from .run.synchronous.rounds_executor import RoundsExecutor
+from .run.sync_run import SyncRun
 from .shard.shard_state import ShardState
 
 MAX_STREAMS = 16
@@ -65,7 +65,7 @@ class UpdateStream(Response):
     ) -> None:
         super().__init__(media_type=UPDATES_TYPE)
         self._streams = streams
-        self._context = run.context
+        self._run = run
         self._storage = _require_log(run)
         self._after = after
         self._digest = digest
@@ -77,7 +77,7 @@ class UpdateStream(Response):
 
         def note_change() -> None:
             changed.set()
-            if self._context.failure is not None and limit.when() is None and not limit.expired():
+            if self._run.failure is not None and limit.when() is None and not limit.expired():
                 with suppress(RuntimeError):  # before the block is entered, or after its end
                     limit.reschedule(loop.time() + DRAIN_SECONDS)
 
@@ -106,12 +106,12 @@ class UpdateStream(Response):
 
     def _begin_confirmations(self, left: asyncio.Task[None]) -> None:
         """Let the standby confirm updates until it has left, or the stream is over and cancels `left`."""
-        if self._standby is not None and (standbys := self._context.standbys) is not None:
+        if self._standby is not None and (standbys := self._run.standbys) is not None:
             stream = standbys.open_stream(self._standby)
             left.add_done_callback(lambda _: standbys.close_stream(stream))
 
     async def _send(self, reader: LogReader, changed: asyncio.Event, send: Send, left: asyncio.Task[None]) -> None:
-        installed = self._context.installed
+        installed = self._run.installed
         headers = [(b"content-type", UPDATES_TYPE.encode()), (b"gradpost-incarnation", b"%d" % installed.incarnation)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         part = self._encode_idle()  # so that the reader gets the headers at once
@@ -119,13 +119,13 @@ class UpdateStream(Response):
             if part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             changed.clear()
-            failure = self._context.failure  # before the read, which then reaches the last update
+            failure = self._run.failure  # before the read, which then reaches the last update
             try:
                 part = await asyncio.to_thread(reader.read)
             except GradpostError as error:
                 part, failure = b"", failure or error
             except OSError as error:
-                part, failure = b"", failure or self._context.storage_failed("read its log", error)
+                part, failure = b"", failure or self._run.storage_failed("read its log", error)
             if part:
                 continue
             if failure is not None and reader.is_in_record:
@@ -146,8 +146,8 @@ class UpdateStream(Response):
 
 def _require_log(run: Run) -> RunStorage:
     """Return the storage of a run whose updates can be read. Raises NotReady, Conflict, or the run's failure."""
-    run.context.check_failure()
-    run.context.check_readable()
+    run.check_failure()
+    run.check_readable()
     if run.storage is None or not run.storage.has_log:
         text = f"pserver {run.index} has no log of updates; set durability to log, fsync or replicated, in mode sync"
         raise Conflict(text, code="no_update_log", expected="log, fsync or replicated", actual=run.installed.durability)
@@ -161,15 +161,15 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
     It may contain updates that wait for standbys: one of these may need the copy.
     """
 
-    executor = run.executor
-    storage = run.require_storage() if isinstance(executor, RoundsExecutor) else _require_log(run)
-    assert isinstance(executor, RoundsExecutor)  # an asynchronous run has no log
+    storage = run.require_storage() if isinstance(run, SyncRun) else _require_log(run)
+    assert isinstance(run, SyncRun)  # an asynchronous run has no log
+    stepped = run
 
     def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
-        return run.shard.state.clone(), storage.describe_shard(executor.stepped_history)
+        return run.shard.state.clone(), storage.describe_shard(stepped.stepped_history)
 
-    state, description = await executor.read_after_round(None, copy, 0.0)
-    run.context.check_failure()  # the newest step may have failed
+    state, description = await run.read_between_updates(copy)
+    run.check_failure()  # the newest step may have failed
     parts = state.encode(run.plan, description)
 
     async def cut() -> AsyncIterator[bytes]:
@@ -201,7 +201,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         """Return the run that followers repeat, once they can begin."""
         run = pserver.run
         _require_log(run)
-        installed = run.installed.model_copy(update={"membership": run.context.membership})
+        installed = run.installed.model_copy(update={"membership": run.membership})
         cpu = torch.backends.cpu.get_cpu_capability()
         return ServedRun(installed=installed, torch=str(torch.__version__), cpu=cpu)
 
@@ -232,7 +232,12 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         if message.incarnation != served.installed.incarnation:
             text = f"the updates are from another incarnation of pserver {served.index}"
             raise StalePserver(text, expected=served.installed.incarnation, actual=message.incarnation)
-        served.confirm_held(message)
+        served.check_failure()
+        if served.standbys is None:
+            raise Conflict("updates are confirmed with durability `replicated` only")
+        if message.round > (newest := served.standbys.newest_logged):
+            raise FutureRound(f"the log ends before round {message.round}", current=newest)
+        served.standbys.confirm(message.instance, message.round)
 
     @app.get(
         routes.SHARD_COPY,
@@ -255,4 +260,4 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
             return ShardDigests(round=int(metadata["round"]), digests=served.shard.digest_blocks())
 
         async with digests.slot():
-            return await served.executor.read_after_round(None, read, 0.0)
+            return await served.read_between_updates(read)

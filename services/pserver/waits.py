@@ -1,8 +1,86 @@
-"""Waits for several events."""
+"""The waits of requests for trainers, and waits for several events."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ps_protocol.errors import RoundPending, RoundTimeout
+from ps_protocol.vocabulary import Rank
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The reason why a request waits. Without `since` the wait has no time-out for now."""
+
+    what: str  # the object of the wait, such as a round
+    cause: str  # the reason why it is not there yet
+    missing: Sequence[Rank] = ()  # the trainers among the causes
+    owed: str = ""  # the action that the missing trainers, or the coordinator, have not done yet
+    since: float | None = None  # when the round time-out began, by the loop's clock
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the facts of the errors that end the wait
+
+
+def name_trainers(ranks: Sequence[Rank]) -> str:
+    """Return `trainer 1` or `trainers 1, 3`."""
+    return f"trainer{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+
+
+class Waits:
+    """The waiting requests of one run. A change of the run notifies all of them."""
+
+    def __init__(self, round_timeout_seconds: float) -> None:
+        self.condition = asyncio.Condition()
+        self.since: float | None = None  # when requests began to wait for the initial values or the open round
+        self.notice = ""  # the notice of the coordinator about lost trainers
+        self._round_timeout_seconds = round_timeout_seconds
+
+    def begin(self) -> float:
+        """Return the time since which requests wait: from now on, unless one waits already."""
+        if self.since is None:
+            self.since = asyncio.get_running_loop().time()
+        return self.since
+
+    async def notify(self) -> None:
+        """Make every waiting request check its condition again."""
+        async with self.condition:
+            self.condition.notify_all()
+
+    async def wait_for(self, wait_seconds: float, find: Callable[[], T | Wait]) -> T:
+        """Return what `find` returns as soon as it is not a wait; an error that it raises ends the wait.
+
+        Raises RoundPending after `wait_seconds` (the caller asks again), and RoundTimeout when trainers have been
+        missing for the round time-out.
+        """
+        deadline = asyncio.get_running_loop().time() + wait_seconds
+        async with self.condition:
+            while isinstance(found := find(), Wait):
+                next_check = self._find_next_check(found, deadline)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_check):
+                        await self.condition.wait()
+        return found
+
+    def _find_next_check(self, wait: Wait, deadline: float) -> float:
+        """Return the time until which a request waits before its next check. Raises the error that ends its wait."""
+        limit = self._round_timeout_seconds
+        timeout_at = math.inf if wait.since is None else wait.since + limit
+        now = asyncio.get_running_loop().time()
+        if now >= timeout_at:
+            who = name_trainers(wait.missing) or "the coordinator"
+            text = f"{who} did not {wait.owed} within {limit:g} s"
+            raise RoundTimeout(text, missing=list(wait.missing), **wait.facts)
+        if now >= deadline:
+            notice = f" ({self.notice})" if self.notice else ""
+            text = f"{wait.what} waits for {wait.cause}{notice}"
+            raise RoundPending(text, missing=list(wait.missing), **wait.facts)
+        return min(deadline, timeout_at)
 
 
 async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:

@@ -17,9 +17,9 @@ from services.pserver.durable.log_reader import LogReader
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.run.read_pushes import read_blocks
+from services.pserver.run.rounds import Rounds
 from services.pserver.run.run import Run
 from services.pserver.run.standbys import StandbyConfirmations
-from services.pserver.run.synchronous.rounds import Rounds
 from services.pserver.shard.bodies import Body
 from services.runtime.checkpoints import round_folder
 from services.runtime.storage import CheckpointStorage

@@ -21,9 +21,8 @@ from services.coordinator.state.joining import declare_model, join_run, start_ru
 from services.coordinator.state.losses import leave_run, lose_trainer, note_heartbeat
 from services.coordinator.state.record import Decision
 from services.coordinator.state.run import Run
-from services.pserver.run.membership_changes import MembershipChanges
-from services.pserver.run.staging import Push
-from services.pserver.run.synchronous.rounds import Rounds
+from services.pserver.run.rounds import Rounds
+from services.pserver.run.staging import MembershipChanges, Push
 
 from .coordinator.support import defaults, joining, model
 from .simulated_members import LOST, Change, Pserver, Sent, Trainer, find_nonfinite

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from services.pserver.run.membership_changes import MembershipChanges
-from services.pserver.run.synchronous.rounds import Measure, Rounds
+from services.pserver.run.rounds import Measure, Rounds
+from services.pserver.run.staging import MembershipChanges
 from services.pserver.shard.history import History
 
 LOST = -1  # the attempt of a pserver that has lost rounds, until members are installed

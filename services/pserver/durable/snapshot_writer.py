@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from ps_protocol.errors import TryAgain
+from ps_protocol.errors import StaleRound, TryAgain
 from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
@@ -86,25 +86,30 @@ class SnapshotWriter:
 
     # ------------------------------------------------------------------ which rounds
 
-    def request_round(self, round_: Round) -> None:
-        """Publish the shard after this round, which is not over, instead of the round that was requested before.
+    def request_round(self, round_: Round, newest: Round, *, is_over: bool) -> bool:
+        """Publish the shard after this round, instead of the round that was requested before.
 
-        Raises TryAgain while another snapshot is being published.
+        Returns whether the snapshot has to begin now, since this is the newest round; it counts as under way then.
+        Raises StaleRound if the round is over, TryAgain while another snapshot is being published.
         """
+        if round_ < newest:
+            raise StaleRound(f"round {round_} is over", current=newest)
+        self.is_over |= is_over
+        if round_ == self._under_way or (self.published is not None and self.published.round == round_):
+            return False
         if self._under_way is not None:
             raise TryAgain(f"the checkpoint of round {self._under_way} is being written")
         if self._is_blocked:
             raise TryAgain("a checkpoint of an earlier attempt or run is being written")
         self._named = round_
+        if round_ == newest:
+            self.begin_named(round_)
+        return round_ == newest
 
     @property
     def _is_blocked(self) -> bool:
         """True while the shared storage hangs in a copy for an earlier attempt or run."""
         return self._under_way is None and self._publisher is not None and self._publisher.is_busy
-
-    def is_known(self, round_: Round) -> bool:
-        """Return whether the snapshot after this round is published, or under way."""
-        return round_ == self._under_way or (self.published is not None and self.published.round == round_)
 
     def begin_if_due(self, round_: Round) -> bool:
         """Return whether a snapshot is due after this round. A named one counts as under way from now on."""
@@ -163,6 +168,14 @@ class SnapshotWriter:
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
         return task
+
+    async def write_first(self, shard: Shard, history: History, compute: ComputeExecutor) -> OSError | None:
+        """Write and publish the first version of a run, before a trainer can read it. Returns the error of the disk."""
+        self.begin_named(shard.version)
+        try:
+            return await asyncio.shield(await self.write(shard, history, compute))
+        except TryAgain as problem:
+            return OSError(problem.detail)
 
     async def _write(
         self,

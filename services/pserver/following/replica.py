@@ -21,7 +21,7 @@ from ..durable.snapshot_writer import SnapshotWriter
 from ..durable.storage import Restored, RunStorage, read_shard
 from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
-from ..run.schedule import Read
+from ..run.run import Read
 from ..shard.captures import Captures
 from ..shard.shard import MASTER_BYTES
 from ..shard.shard_state import ShardState

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import MASTER, SLOTS, OptimizerSpec, StepState, read_states, slot_key, split_key
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import STATES_KEY, Completion
-from ps_protocol.vocabulary import BufferSpec, PserverIndex
+from ps_protocol.vocabulary import BufferSpec, NonfinitePolicy, PserverIndex
 from ps_protocol.wire_types import WireTensor
+from services.runtime.compute import ComputeExecutor
 
 from ..shard.bodies import Body
 from ..shard.layout import BlockPlace, ShardLayout
 from ..shard.shard import MASTER_BYTES
-from ..shard.tensors import StagedBlock, view_tensors
+from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite, view_tensors
 from .staging import Push
 
 
@@ -27,6 +30,21 @@ def read_push(body: Body, layout: ShardLayout, plan: SlicePlan) -> Push[StagedBl
         body.is_recurring = False
         return Push({}, slots=_read_slots(body, layout, plan.optimizer))
     return Push(read_blocks(body, layout), Completion.from_metadata(metadata, plan.optimizer))
+
+
+async def find_nonfinite_block(
+    body: Body, blocks: Mapping[str, StagedBlock], plan: SlicePlan, policy: NonfinitePolicy, compute: ComputeExecutor
+) -> str | None:
+    """Return a block that contains NaN or infinity, if any; under `allow` blocks are not read. Checks sparse indices.
+
+    Raises BadInput.
+    """
+    if plan.wire.push == "topk":
+        await compute.run(check_blocks, blocks)
+    if policy == "allow" or not blocks:
+        return None
+    is_quick = len(body.buffer) <= QUICK_BYTES
+    return find_nonfinite(body, blocks) if is_quick else await compute.run(find_nonfinite, body, blocks)
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
@@ -68,17 +86,26 @@ def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> di
     return slots
 
 
-def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str] = ()) -> dict[str, StagedBlock]:
-    """Return blocks in their parameters' own dtypes, without the tensors named in `skip`. Raises BadInput."""
-    entries = {entry.name: entry for entry in body.frame.tensors if entry.name not in skip}
-    blocks = {}
-    for name in entries:
-        place = layout.place.get(name)
-        if place is None:
+def read_initial(
+    body: Body, layout: ShardLayout, specs: Mapping[str, BufferSpec]
+) -> tuple[dict[str, Tensor], dict[str, memoryview]]:
+    """Return the blocks in a body, in their parameters' own dtypes, and its buffers, without a copy. Raises BadInput.
+
+    `specs` are the buffers of this pserver.
+    """
+    entries = {entry.name: entry for entry in body.frame.tensors}
+    blocks, buffers = {}, {}
+    for name, entry in entries.items():
+        place, spec = layout.place.get(name), specs.get(name)
+        if spec is not None:
+            _check_entry(f"buffer {name!r}", entry, spec.dtype, spec.shape)
+            buffers[name] = body.view(entry)
+        elif place is not None:
+            size = place.block.num_elements
+            blocks[name] = _read_block(body, ((name, place.dtype, (size,)),), entries, size).tensor()
+        else:
             raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
-        size = place.block.num_elements
-        blocks[name] = _read_block(body, ((name, place.dtype, (size,)),), entries, size)
-    return blocks
+    return blocks, buffers
 
 
 def _read_block(
@@ -98,28 +125,17 @@ def _find_entries(expected: Sequence[WireTensor], entries: Mapping[str, TensorEn
                 f"the push contains a part of a block and must also contain {name!r}",
                 code="malformed_frame", expected=f"{dtype} {list(shape)}",
             )  # fmt: skip
-        if entry.dtype != dtype:
-            raise BadInput(f"block {name!r} has another dtype", code="wrong_dtype", expected=dtype, actual=entry.dtype)
-        if entry.shape != shape:
-            text = f"block {name!r} has another shape"
-            raise BadInput(text, code="wrong_shape", expected=list(shape), actual=list(entry.shape))
+        _check_entry(f"block {name!r}", entry, dtype, shape)
         found.append(entry)
     return found
 
 
-def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:
-    """Return the tensors of a body that are buffers of this pserver. Raises BadInput."""
-    entries = [entry for entry in body.frame.tensors if entry.name in specs]
-    for entry in entries:
-        spec = specs[entry.name]
-        if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
-            raise BadInput(
-                f"buffer {entry.name!r} does not fit the plan",
-                code="wrong_shape",
-                expected=f"{spec.dtype} {list(spec.shape)}",
-                actual=f"{entry.dtype} {list(entry.shape)}",
-            )
-    return entries
+def _check_entry(what: str, entry: TensorEntry, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise BadInput unless a tensor has this dtype and shape."""
+    if entry.dtype != dtype:
+        raise BadInput(f"{what} has another dtype", code="wrong_dtype", expected=dtype, actual=entry.dtype)
+    if entry.shape != shape:
+        raise BadInput(f"{what} has another shape", code="wrong_shape", expected=list(shape), actual=list(entry.shape))
 
 
 def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayout) -> tuple[int, int]:

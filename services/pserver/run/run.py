@@ -1,38 +1,44 @@
-"""One run on one pserver, the same in all modes but for its schedule and its executor: see `schedule.py`.
+"""One run on one pserver: the part that both modes share. It is the only part of a pserver that waits for trainers.
 
-Both parts share a `RunContext` with the run. Tensor work goes to the compute thread. The fence is checked again after
-every `await`, since the round, the member or the run may have ended meanwhile.
+                    decides, pure            carries out                  with
+synchronous mode    Rounds, rounds.py        SyncRun, sync_run.py
+asynchronous modes  Clocks, clocks.py        QueueRun, queue_run.py       queues.py, pulls.py
 
-a run ends                            through                        which
-with its failure                      `Executor.end`                 ends every wait now
-because the process stops             `Run.stop`                     waits for acknowledged updates, and persists them
-because another run takes its place   `Run.close`                    ends every wait, and frees threads and disk
+Tensor work goes to the compute thread. The fence is checked again after every `await`, since the round, the member or
+the run may have ended meanwhile.
+
+a run ends                            through        which
+with its failure                      `Run.end`      ends every wait now
+because the process stops             `Run.stop`     waits for acknowledged updates, and persists them
+because another run takes its place   `Run.close`    ends every wait, and frees threads and disk
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
-
-import xxhash
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from ps_protocol.errors import (
     Conflict,
     Ended,
-    FutureRound,
     GradpostError,
     NonFiniteGradient,
     NotReady,
     RoundPending,
-    StaleRound,
+    RoundTimeout,
+    RunStopped,
+    StorageFailed,
+    TrainerLost,
     TryAgain,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
-from ps_protocol.requests import PushAnswer
-from ps_protocol.standbys import HeldUpdates
+from ps_protocol.membership import FrozenRounds, InstallRun, Membership
+from ps_protocol.requests import Pull, PushAnswer
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -41,28 +47,33 @@ from ..durable.snapshot_writer import Publisher, SnapshotWriter
 from ..durable.storage import Restored, RunStorage
 from ..metrics import PserverMetrics
 from ..shard.bodies import Body, BufferPool
+from ..shard.history import History
+from ..shard.reply import Reply
 from ..shard.shard import Shard
-from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite
-from .asynchronous.clocks import Clocks
-from .asynchronous.queue_executor import QueueExecutor
-from .context import ENDS_WITH_INTACT_SHARDS, HELD_SECONDS, RunContext
-from .initial_values import InitialValues
-from .read_pushes import measure_largest_body, read_push
-from .schedule import Executor, Read
-from .staging import StagedContribution
+from ..shard.tensors import StagedBlock
+from ..waits import Wait, Waits
+from .clocks import Clocks
+from .read_pushes import find_nonfinite_block, measure_largest_body, read_initial, read_push
+from .rounds import Rounds
+from .staging import Admission, Push, Staged, check_member
 from .standbys import StandbyConfirmations
-from .synchronous.rounds import Rounds
-from .synchronous.rounds_executor import RoundsExecutor
 
 log = get_logger()
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-FREEZE_SECONDS = 2.0  # less than the time-out of the coordinator's request
+Read: TypeAlias = Callable[[Mapping[str, str]], T]  # reads the shard; its argument is the metadata of the version
+
+QUICK_PARTS = 2048  # blocks of all contributions, which are summed and stepped within a few milliseconds
+HELD_SECONDS = 10.0  # for which a request waits for standbys
+ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
 
-class Run:
-    """One run on one pserver, in its mode. Lives on the event loop."""
+class Run(ABC):
+    """One run on one pserver. Lives on the event loop; only jobs of `compute` touch the shard's tensors."""
+
+    schedule: Rounds[StagedBlock] | Clocks[StagedBlock]
 
     def __init__(
         self,
@@ -79,127 +90,242 @@ class Run:
         """Resume with `restored`, if there is one, else wait for initial values."""
         self.installed = installed
         self.index = index
-        self.storage = storage
         self.plan = plan = installed.plan
-        self.schedule = _make_schedule(installed, restored)
-        self.shard = shard = restored.shard if restored else Shard(plan, index)
+        self.compute = compute
+        self.pool = pool
+        self.metrics = metrics
+        self.storage = storage
+        self.membership = installed.membership
+        self.shard = restored.shard if restored else Shard(plan, index)
         self.writer = writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics, publisher)
-        self.context = RunContext(
-            installed=installed, index=index, plan=plan, schedule=self.schedule, shard=shard, compute=compute,
-            pool=pool, metrics=metrics, storage=storage, writer=writer, membership=installed.membership,
-        )  # fmt: skip
-        if installed.durability == "replicated":
-            self.context.standbys = StandbyConfirmations(
-                installed.required,
-                restored.round if restored else 0,
-                report=lambda: writer.heartbeat_is_due.set(),
-                num_restorable=1 + installed.consistency.max_delay,
+        self.standbys: StandbyConfirmations | None = None
+        if installed.durability == "replicated" and storage is not None:
+            self.standbys = StandbyConfirmations(
+                installed, index, restored.round if restored else 0, storage, lambda: writer.heartbeat_is_due.set()
             )
-        self.executor: Executor = (
-            RoundsExecutor(self.context, self.schedule)
-            if isinstance(self.schedule, Rounds)
-            else QueueExecutor(self.context, self.schedule, is_restored=restored is not None)
-        )
-        self.initial_values = InitialValues(self.context, self.executor)
-        self.max_body_bytes, self.max_body_tensors = measure_largest_body(plan, index, shard.layout)
+        self.failure: GradpostError | None = None  # the reason that has ended the run
+        self.is_readable = False  # True once all initial values have arrived
+        self.stalls_at = math.inf  # a time of the loop's clock, while an update is logged and stepped
+        self.max_body_bytes, self.max_body_tensors = measure_largest_body(plan, index, self.shard.layout)
         self.shard_bytes = plan.shard_bytes(index)
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
-        self._compute = compute
-        self._metrics = metrics
-        self.executor.install_members(installed.membership)  # the last statement, since it may begin an apply
+        self.waits = Waits(installed.round_timeout_seconds)
+        self._buffers = {spec.name: spec for spec in plan.buffers if spec.pserver == index}
+        self._publishing = asyncio.Lock()
+
+    # ------------------------------------------------------------------ what a mode decides
+
+    @property
+    @abstractmethod
+    def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
+        """The ranks that trainers have waited for longest, and since when by the loop's clock, after version 0."""
+
+    def describe_progress(self) -> dict[str, Any]:
+        """Return the progress of each trainer, as members of `PserverHeartbeat`."""
+        return self.schedule.describe()
+
+    @abstractmethod
+    async def open_reads(self) -> None:
+        """Serve the shard's version, which is complete."""
+
+    def stage(self, fence: Fence, push: Push[StagedBlock]) -> Staged:
+        """Stage an admitted push."""
+        return self.schedule.stage(fence.rank, fence.round, push)
+
+    @abstractmethod
+    async def get(self, fence: Fence, pull: Pull) -> Reply:
+        """Return the parameters of a request's round, waiting up to `pull.wait_seconds` for them."""
+
+    @abstractmethod
+    async def freeze(self) -> FrozenRounds:
+        """Return the progress of all trainers. Until members are installed, no barrier counts."""
+
+    @abstractmethod
+    async def install_members(self, membership: Membership) -> None:
+        """Replace the set of members by a newer one, and notify the waiting requests. Ends a freeze."""
+
+    @abstractmethod
+    async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
+        """Return the newest round that is applied or, unless it is this one, being applied.
+
+        In asynchronous modes it is the number of committed contributions; for a run that `is_over`, at least `round_`.
+        """
+
+    async def begin_snapshot(self, round_: Round) -> None:
+        """Begin a snapshot of the shard, which is at this round. Raises TryAgain."""
+        await self.write_snapshot()
+
+    @abstractmethod
+    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
+        """Read the whole shard right after a round, waiting up to `wait_seconds` for it; None is any whole round.
+
+        In asynchronous modes all blocks contain the same contributions. Raises StaleRound, RoundPending.
+        """
+
+    @abstractmethod
+    async def wait_for_apply(self) -> None:
+        """Wait for the running apply."""
+
+    @abstractmethod
+    async def end_when_applied(self, reason: GradpostError) -> bool:
+        """End the run once its updates are applied. Return whether the shard contains all that was acknowledged."""
+
+    # ------------------------------------------------------------------ checks
 
     @property
     def round(self) -> Round:
         """The number of applied rounds; in asynchronous modes, the number of applied contributions."""
         return self.schedule.applied
 
-    @property
-    def missing(self) -> Sequence[Rank]:
-        """The ranks that other trainers wait for or, before version 0, the uploader of its values."""
-        return self._longest_wait[0]
+    def metadata(self, round_: Round) -> dict[str, str]:
+        """Return the metadata of a reply with this version."""
+        return {"run": self.installed.run, "attempt": str(self.installed.attempt), "round": str(round_)}
 
-    @property
-    def waiting_seconds(self) -> float:
-        """The seconds for which requests have been waiting for the missing trainers; 0 while the run is paused."""
-        since = self._longest_wait[1]
-        if since is None or self.schedule.is_paused:
-            return 0.0
-        return asyncio.get_running_loop().time() - since
-
-    @property
-    def _longest_wait(self) -> tuple[Sequence[Rank], float | None]:
-        if self.context.is_readable:
-            return self.executor.longest_wait
-        return [self.installed.uploader], self.context.wait_clock.since
+    def storage_failed(self, what: str, error: OSError) -> StorageFailed:
+        """Return the error for a disk that fails where durability needs it."""
+        text = f"pserver {self.index} cannot {what}: {str(error) or 'the disk does not answer'}"
+        return StorageFailed(text, pserver=self.index)
 
     def check_fence(self, fence: Fence) -> None:
         """Raise an error if the addressee of a request is stale, or the failure that ended the run."""
-        self.context.check_fence(fence)
+        fence.check_addressee(
+            run=self.installed.run,
+            attempt=self.installed.attempt,
+            plan=self.plan.digest,
+            pserver=self.index,
+            pserver_incarnation=self.installed.incarnation,
+        )
+        self.check_failure()
 
-    # ------------------------------------------------------------------ reads, as of `ReadableShard`
+    def check_failure(self) -> None:
+        """Raise the failure that ended the run, if one did."""
+        if self.failure is not None:
+            raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
+
+    def check_member(self, fence: Fence) -> None:
+        """Raise Conflict unless the request is from the current incarnation of a member."""
+        check_member(self.schedule.members, fence.rank, fence.trainer_incarnation)
 
     def check_readable(self) -> None:
         """Raise NotReady before version 0 can be read."""
-        self.context.check_readable()
+        if not self.is_readable:
+            raise NotReady("the initial values are not complete", waiting_for=f"trainer {self.installed.uploader}")
 
-    async def read_now(self, read: Read[T]) -> T:
-        """Return what `read` returns between two updates, once standbys hold them: see `RunContext.wait_until_held`."""
-        found = await self.context.read_now(read)
-        await self.wait_until_held()
-        return found
+    def admit_push(self, fence: Fence) -> Admission:
+        """Check a push before its body is read, and again before it is staged."""
+        self.check_fence(fence)
+        self.check_readable()
+        return self.schedule.admit(fence.rank, fence.trainer_incarnation, fence.round)
 
-    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
-        """Return what `read` returns right after a round: see `Executor.read_after_round`, and `read_now`."""
-        found = await self.executor.read_after_round(round_, read, wait_seconds)
-        await self.wait_until_held()
-        return found
+    def admit_initial(self, fence: Fence) -> Admission:
+        """Check an upload of initial values: round 0, from the elected trainer."""
+        self.check_fence(fence)
+        self.check_member(fence)
+        if fence.round != 0 or fence.rank != self.installed.uploader:
+            text = f"the initial values must be uploaded by trainer {self.installed.uploader}, as round 0"
+            raise Conflict(text, code="stale_trainer")
+        return "already_applied" if self.shard.is_initialised else "open"
 
-    async def wait_until_held(self) -> None:
-        """Wait until every required standby holds what was read. Raises RoundPending, or the failure of the run."""
-        await self.context.wait_until_held(wait_seconds=HELD_SECONDS)
+    # ------------------------------------------------------------------ waiting
 
-    # ------------------------------------------------------------------ pushes and pulls
+    @property
+    def late(self) -> tuple[tuple[Rank, ...], float]:
+        """The ranks that requests wait for, and the seconds of their wait: none and 0 without one, or while paused."""
+        missing, since = self.longest_wait if self.is_readable else ([self.installed.uploader], self.waits.since)
+        if since is None or self.schedule.is_paused:
+            return (), 0.0
+        return tuple(missing), asyncio.get_running_loop().time() - since
+
+    async def wait_for(self, wait_seconds: float, find: Callable[[], T | Wait]) -> T:
+        """Return what `find` returns as soon as it is not a wait: see `Waits.wait_for`. Raises NotReady, too."""
+        try:
+            return await self.waits.wait_for(wait_seconds, find)
+        except RoundPending:
+            self.check_readable()
+            raise
+
+    def describe_wait_for_values(self) -> Wait:
+        """Return the reason why a request waits for version 0."""
+        since = None if self.schedule.is_paused else self.waits.begin()
+        missing, facts = [self.installed.uploader], {"round": self.schedule.reported_round}
+        return Wait("version 0", "its values", missing, "upload the initial values", since, facts)
+
+    async def wait_until_held(self, round_: Round | None = None, wait_seconds: float = HELD_SECONDS) -> None:
+        """Wait until every required standby holds a round: see `StandbyConfirmations.wait_until_held`.
+
+        Raises the failure of the run, too, which ends with `standby_lost` at the round time-out.
+        """
+        if self.standbys is None:
+            return
+        try:
+            await self.standbys.wait_until_held(round_, wait_seconds, self.check_failure)
+        except Ended as error:
+            await self.end(error, is_failure=True)
+            raise
+
+    # ------------------------------------------------------------------ initial values
+
+    async def store_initial(self, fence: Fence, body: Body) -> PushAnswer:
+        """Store initial values and buffers; the last one makes the run readable at version 0."""
+        blocks, buffers = read_initial(body, self.shard.layout, self._buffers)
+        if self.admit_initial(fence) == "already_applied":
+            await self.publish()  # the request that stored the last value may have ended before it did this
+            return PushAnswer(status="already_applied", duplicates=len(body.frame.tensors))
+        self.waits.since = None
+        await self.compute.run(self.shard.set_initial_values, blocks, buffers)
+        await self.publish()
+        return PushAnswer(status="staged", staged=len(body.frame.tensors), complete=self.shard.is_initialised)
+
+    async def publish(self) -> None:
+        """Make the first version readable once every value has arrived; without blocks, immediately.
+
+        A restored shard begins with the version that was restored.
+        """
+        async with self._publishing:
+            if self.shard.is_initialised and not self.is_readable:
+                self.check_failure()
+                if self.storage is not None and (self.installed.restore is None or self.installed.source is not None):
+                    history = self.schedule.copy_history()
+                    if (error := await self.writer.write_first(self.shard, history, self.compute)) is not None:
+                        await self.end(self.storage_failed("write its first snapshot", error), is_failure=True)
+                    self.check_failure()
+                await self.open_reads()
+                self.is_readable = True
+                self.waits.since = None
+        await self.waits.notify()  # even without a version, since the time-out of its readers begins again
+
+    # ------------------------------------------------------------------ pushes and state
 
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
-        """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing.
-
-        In asynchronous modes the push that completes a step is answered once the whole step is queued.
-        """
+        """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing."""
         push = read_push(body, self.shard.layout, self.plan)
         is_finite = await self._check_finite(fence, push.blocks, body)
-        if self.context.admit_push(fence) == "already_applied":
+        if self.admit_push(fence) == "already_applied":
             await self.wait_until_held()
             return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
-        staged = self.executor.stage(fence, push)
+        staged = self.stage(fence, push)
         if push.blocks:
-            self._metrics.staged_blocks.inc(staged.num_new)
+            self.metrics.staged_blocks.inc(staged.num_new)
         self.pushed_bytes += len(body.buffer)
-        if staged.is_complete:
-            await self.executor.commit(fence)
         known, complete = push.num_entries - staged.num_new, staged.is_complete
         return PushAnswer(status="staged", staged=staged.num_new, duplicates=known, complete=complete, finite=is_finite)
 
     async def _check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock], body: Body) -> bool:
-        """Return whether the blocks contain neither NaN nor infinity, and count and log a push that does.
+        """Return whether the blocks contain neither NaN nor infinity; under `allow` they are not read.
 
-        Under `allow` blocks are not read. Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
+        Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
         """
-        if self.plan.wire.push == "topk":
-            await self._compute.run(check_blocks, blocks)
-        if self.installed.nonfinite == "allow" or not blocks:
-            return True
-        is_quick = len(body.buffer) <= QUICK_BYTES
-        culprit = find_nonfinite(body, blocks) if is_quick else await self._compute.run(find_nonfinite, body, blocks)
+        culprit = await find_nonfinite_block(body, blocks, self.plan, self.installed.nonfinite, self.compute)
         if culprit is None:
             return True
-        self._metrics.nonfinite.inc()
+        self.metrics.nonfinite.inc()
         is_rejected = self.installed.nonfinite == "reject"
         write = log.info if is_rejected else log.warning  # the trainer reports a rejected push
         write("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
         if is_rejected:
-            advice = "" if self.installed.consistency.is_async else ". To skip such rounds, set --nonfinite skip_round"
+            advice = "" if isinstance(self.schedule, Clocks) else ". To skip such rounds, set --nonfinite skip_round"
             raise NonFiniteGradient(
                 f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
                 f"nothing of this push was staged{advice}"
@@ -213,11 +339,11 @@ class Run:
         """
 
         def encode() -> tuple[Round, list[bytes]]:
-            return self.shard.version, self.shard.encode_state(keys, self.context.metadata(fence.round), fence.rank)
+            return self.shard.version, self.shard.encode_state(keys, self.metadata(fence.round), fence.rank)
 
-        self.context.check_readable()
-        self.context.check_member(fence)
-        version, chunks = await self._compute.run(encode)
+        self.check_readable()
+        self.check_member(fence)
+        version, chunks = await self.compute.run(encode)
         await self.wait_until_held()
         self.check_fence(fence)
         self.schedule.check_state(fence.rank, fence.trainer_incarnation, fence.round, version)
@@ -226,87 +352,40 @@ class Run:
     async def get_buffers(self, fence: Fence) -> Sequence[bytes]:
         """Return a frame of this shard's buffers, which no round changes, for a member."""
         self.check_fence(fence)
-        self.context.check_member(fence)
-        self.context.check_readable()
-        return await self._compute.run(lambda: self.shard.encode([], self.context.metadata(0), with_buffers=True))
+        self.check_member(fence)
+        self.check_readable()
+        return await self.compute.run(lambda: self.shard.encode([], self.metadata(0), with_buffers=True))
 
-    # ------------------------------------------------------------------ members and the end
+    # ------------------------------------------------------------------ work on the shard
 
-    async def freeze(self) -> FrozenRounds:
-        """Wait for a running update, and from then on count no barrier until members are installed.
+    async def run_update(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run an update of the shard, which must not wait for a disk, after the earlier jobs: on the loop if quick."""
+        num_parts = len(self.shard.layout.places) * len(self.schedule.members)
+        is_quick = self.shard.is_small and num_parts <= QUICK_PARTS
+        return await (self.compute.run_at_once if is_quick else self.compute.run)(fn, *args, **kwargs)
 
-        Raises RoundPending after `FREEZE_SECONDS` while standbys are missing. That wait has its own limit.
+    async def read_between_updates(self, read: Read[T], extra: Mapping[str, str] | None = None) -> T:
+        """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
+        return await self.compute.run(lambda: read({**self.metadata(self.shard.version), **(extra or {})}))
+
+    async def read_now(self, read: Read[T]) -> T:
+        """Return what `read` returns between two updates, once standbys hold them."""
+        found = await self.read_between_updates(read)
+        await self.wait_until_held()
+        return found
+
+    async def write_snapshot(self, history: History | None = None) -> None:
+        """Copy the shard as it is, and begin to write the copy. Raises TryAgain.
+
+        The history is by default that of the schedule. An update is published once it is held.
         """
-        while True:
-            try:
-                async with asyncio.timeout(FREEZE_SECONDS):
-                    self.context.check_failure()
-                    await self.executor.hold_updates()
-                    frozen = self.schedule.freeze().model_copy(update={"is_readable": self.context.is_readable})
-                    await self.context.wait_until_held()
-                    return frozen
-            except TimeoutError:
-                if missing := self.context.describe_missing_standbys():
-                    raise RoundPending(f"a change of members waits for {missing}", missing=[]) from None
-
-    def confirm_held(self, message: HeldUpdates) -> None:
-        """Count the confirmation of a standby. Raises Conflict, FutureRound, TryAgain, or the failure of the run."""
-        self.context.check_failure()
-        if self.context.standbys is None:
-            raise Conflict("updates are confirmed with durability `replicated` only")
-        newest = self.storage.newest_update if self.storage else None
-        if newest is None or message.round > newest[0]:
-            current = None if newest is None else newest[0]
-            raise FutureRound(f"the log ends before round {message.round}", current=current)
-        self.context.standbys.confirm(message.instance, message.round)
-
-    async def install_members(self, message: InstallMembers) -> None:
-        """Replace the set of members by a newer one and notify the waiting requests. Ends a freeze."""
-        self.context.membership = message.membership
-        self.executor.install_members(message.membership)
-        await self.context.notify()
-
-    async def stop(self) -> None:
-        """End every wait, and persist the content of the shard, before the process ends."""
-        await self.writer.wait_for_writes()
-        if self.storage is not None and self.writer.is_saved:
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(self.storage.finish)
-        has_log = self.storage is not None and self.storage.has_log
-        if self.context.failure is not None and (
-            has_log or not isinstance(self.context.failure, ENDS_WITH_INTACT_SHARDS)
-        ):
-            return  # the acknowledged updates are in the log, or the shard is not intact
-        text = f"pserver {self.index} is stopping; a standby may replace it, or it is restarted"
-        await self.executor.end_when_applied(TryAgain(text, code="stopping"))
-        await self.executor.wait_for_apply()
-        await self.writer.wait_for_writes()
-        is_persisted = self.storage is None or self.shard.version in self.storage.rounds
-        if not is_persisted and self.context.is_readable and self.executor.is_idle:
-            with contextlib.suppress(TryAgain):  # the writer has logged the error
-                await self.context.write_snapshot()
-        await self.writer.wait_for_writes()
-
-    async def wait_until_published(self) -> None:
-        """Wait for the running apply, and for the snapshots that are being written and published."""
-        await self.executor.wait_for_apply()
-        await self.writer.wait_until_published()
-
-    async def close(self, reason: GradpostError) -> None:
-        """End the run with `reason`, and wait until no work of it remains on a thread or in the folder."""
-        await self.executor.end(reason)
-        await self.executor.wait_for_apply()
-        await self.initial_values.wait_until_published()
-        await self.writer.close()
-        if self.storage is not None:
-            self.storage.close()
-
-    # ------------------------------------------------------------------ checkpoints and inspection
+        history = self.schedule.copy_history() if history is None else history
+        await self.writer.write(self.shard, history, self.compute, lambda: self.wait_until_held(wait_seconds=math.inf))
 
     def require_storage(self) -> RunStorage:
         """Return the storage, if a checkpoint can be made now or soon. Raises NotReady, or the run's failure."""
-        self.context.check_failure()
-        self.context.check_readable()
+        self.check_failure()
+        self.check_readable()
         if self.storage is None:
             raise NotReady(f"pserver {self.index} has no state folder", waiting_for="a state folder")
         return self.storage
@@ -318,70 +397,54 @@ class Run:
         snapshot is being published.
         """
         self.require_storage()
-        newest = await self.executor.wait_for_newest(round_, is_over=is_over)
-        self.require_storage()
-        if round_ < newest:
-            raise StaleRound(f"round {round_} is over", current=newest)
-        self.writer.is_over |= is_over
-        if self.writer.is_known(round_):
-            return
-        self.writer.request_round(round_)
-        if round_ == newest:
-            self.writer.begin_named(round_)
-            await self.executor.begin_snapshot(round_)
+        newest = await self.wait_for_newest(round_, is_over=is_over)
+        self.check_failure()
+        if self.writer.request_round(round_, newest, is_over=is_over):
+            await self.begin_snapshot(round_)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the members of `PserverHeartbeat` that belong to this run."""
-        context, metrics = self.context, self._metrics
-        return {
-            "run": self.installed.run,
-            "attempt": self.installed.attempt,
-            "round": self.round,
-            "missing": tuple(self.missing) if self.waiting_seconds else (),
-            "waiting_seconds": self.waiting_seconds,
-            "failure": context.failure.to_problem() if isinstance(context.failure, Ended) else None,
-            "published": self.writer.published,
-            "coming_checkpoints": self.writer.find_pending(self.round),
-            "is_stalled": asyncio.get_running_loop().time() > context.stalls_at,
-            "standbys": context.standbys.describe() if context.standbys else None,
-            **self.schedule.describe(),
-            "num_blocks": len(self.plan.shards[self.index]),
-            "shard_bytes": self.shard_bytes,
-            "pushed_bytes": self.pushed_bytes,
-            "pulled_bytes": self.pulled_bytes,
-            "num_queued": self.executor.num_queued,
-            "num_applies": metrics.apply_seconds.count,
-            "apply_seconds": metrics.apply_seconds.total,
-            "num_waits": metrics.barrier_wait.count,
-            "wait_seconds": metrics.barrier_wait.total,
-            "staleness": dict(metrics.staleness.counts),
-        }
+    # ------------------------------------------------------------------ the end
 
-    async def digest(self) -> str:
-        """Return a digest of all that a request could change: values, optimizer state, barriers, contributions."""
-        staged = xxhash.xxh3_128()
-        progress = self.round, self.schedule.describe(), self.executor.num_queued
-        staged.update(repr(progress).encode())
-        for round_, rank, contribution in self.schedule.staged():
-            _add_contribution(staged, (round_, rank), contribution)
-        return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
+    async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
+        """End every wait with `reason` now, and refuse later requests with it. A later reason has no effect.
 
+        A failure is logged and reported to the coordinator.
+        """
+        if self.failure is None:
+            if is_failure:
+                ranks = reason.facts.get("missing", reason.facts.get("ranks"))
+                facts = {} if ranks is None else {"trainer": ranks}
+                news = "run stopped" if isinstance(reason, RunStopped) else "run failed"
+                log.error(news, reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts)
+                self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
+            self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
+            if self.storage is not None:
+                self.storage.log.wake_readers()
+            if self.standbys is not None:
+                self.standbys.wake()
+        await self.waits.notify()
 
-def _make_schedule(installed: InstallRun, restored: Restored | None) -> Rounds[StagedBlock] | Clocks[StagedBlock]:
-    rules, applied = installed.consistency, restored.round if restored else 0
-    history = restored.history if restored else None
-    if rules.is_async:
-        return Clocks({}, rules, applied=applied, steps=history.steps if history else None)
-    members, clips = installed.membership.members, installed.max_grad_norm is not None
-    return Rounds(members, rules.max_delay, applied=applied, history=history, clips=clips)
+    async def stop(self) -> None:
+        """End every wait, and persist the content of the shard, before the process ends."""
+        await self.writer.wait_for_writes()
+        if self.storage is not None and self.writer.is_saved:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self.storage.finish)
+        is_intact = self.failure is None or isinstance(self.failure, ENDS_WITH_INTACT_SHARDS)
+        if not is_intact or (self.failure is not None and self.installed.durability != "none"):
+            return  # the acknowledged updates are in the log, or the shard is not intact
+        text = f"pserver {self.index} is stopping; a standby may replace it, or it is restarted"
+        is_intact = await self.end_when_applied(TryAgain(text, code="stopping"))
+        await self.writer.wait_for_writes()
+        if is_intact and self.is_readable and self.storage and self.shard.version not in self.storage.rounds:
+            with contextlib.suppress(TryAgain):  # the writer has logged the error
+                await self.write_snapshot()
+            await self.writer.wait_for_writes()
 
-
-def _add_contribution(
-    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: StagedContribution[StagedBlock]
-) -> None:
-    """Add all staged blocks and slots of a trainer to the digest."""
-    digest.update(repr((identity, contribution.completion)).encode())
-    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
-        digest.update(name.encode())
-        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
-            digest.update(view)
+    async def close(self, reason: GradpostError) -> None:
+        """End the run with `reason`, and wait until no work of it remains on a thread or in the folder."""
+        await self.end(reason)
+        await self.wait_for_apply()
+        async with self._publishing:  # the first snapshot may be being written
+            await self.writer.close()
+        if self.storage is not None:
+            self.storage.close()

@@ -14,12 +14,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ps_protocol.errors import TryAgain
+from ps_protocol.errors import Ended, RoundPending, TryAgain
 from ps_protocol.fields import Instance
-from ps_protocol.membership import RequiredStandbys
+from ps_protocol.membership import InstallRun, RequiredStandbys
 from ps_protocol.standbys import SeenStandbys
-from ps_protocol.vocabulary import Round
+from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.logs import get_logger
+
+from ..durable.storage import RunStorage
 
 LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
 STUCK_SECONDS = 5.0  # after which it waits for lost standbys that are not removed: see `replica_loss`
@@ -49,18 +51,23 @@ class StandbyConfirmations:
     """The required standbys and the streams of all standbys of one run. Lives on the event loop."""
 
     def __init__(
-        self, required: RequiredStandbys, first: Round, report: Callable[[], None], *, num_restorable: int = 0
+        self,
+        installed: InstallRun,
+        index: PserverIndex,
+        first: Round,
+        storage: RunStorage,
+        report: Callable[[], None],
     ) -> None:
-        """`first` is the round that the run begins with. `report` is called when `describe` changes.
-
-        A rollback may go back `num_restorable` rounds, which a standby must have received behind its copy of the shard
-        before it may become a required one.
-        """
-        self.required = required
+        """`first` is the round that the run begins with. `report` is called when `describe` changes."""
+        self._index = index
+        self._storage = storage
+        self._round_timeout_seconds = installed.round_timeout_seconds
+        # A rollback may go back this many rounds, which a standby must have received behind its copy of the shard.
+        self._num_restorable = 1 + installed.consistency.max_delay
+        self.required = required = installed.required
         self.acknowledged: Round = 0  # version 0 is no update
         self.first = first
         self._report = report
-        self._num_restorable = num_restorable
         self._streams: dict[Instance, StandbyStream] = {}
         self._joins_until: dict[Instance, float] = {}
         self._backoffs: dict[Instance, tuple[float, float]] = {}  # of standbys that were late: seconds, and until when
@@ -147,10 +154,20 @@ class StandbyConfirmations:
         """The newest round that this pserver, or an earlier incarnation of it, may have acknowledged."""
         return max(self.acknowledged, self.first)
 
+    @property
+    def newest_logged(self) -> Round:
+        """The round of the newest update in the log."""
+        newest = self._storage.newest_update
+        return self.first if newest is None else newest[0]
+
     def find_missing(self, round_: Round) -> list[Instance]:
         """Return the required standbys that have not confirmed a round."""
         held = {instance for instance, stream in self._streams.items() if stream.held >= round_}
         return [instance for instance in self.required.instances if instance not in held]
+
+    def describe_missing(self) -> str:
+        """Return what the newest update waits for, as text: empty if every required standby has confirmed it."""
+        return f"a standby in sync with pserver {self._index}" if self.find_missing(self.newest_logged) else ""
 
     def acknowledge(self, round_: Round) -> bool:
         """Return whether the update of a round may be acknowledged, from now on also to standbys that join later."""
@@ -170,6 +187,29 @@ class StandbyConfirmations:
         if self._stalled is None or not self.find_missing(self._stalled[0]):
             self._stalled = round_, asyncio.get_running_loop().time()
         return self._stalled[1]
+
+    async def wait_until_held(self, round_: Round | None, wait_seconds: float, check: Callable[[], None]) -> None:
+        """Wait until every required standby holds a round, by default the newest logged one.
+
+        Raises the errors of `check`, RoundPending after `wait_seconds`, and Ended (`standby_lost`) once requests have
+        waited for the round time-out.
+        """
+        if round_ is None:
+            round_ = self.newest_logged
+        loop, limit = asyncio.get_running_loop(), self._round_timeout_seconds
+        began = loop.time()
+        while not self.acknowledge(round_):
+            check()
+            waited, stalled = loop.time() - began, loop.time() - self.note_wait(round_)
+            if stalled >= limit:
+                text = f"round {round_} waited {limit:g} s for {self.describe_missing()}"
+                raise Ended(text, code="standby_lost", round=round_)
+            if waited >= wait_seconds:
+                raise RoundPending(f"round {round_} waits for {self.describe_missing()}", missing=[], round=round_)
+            if stalled >= LATE_SECONDS:
+                self.note_late(round_, is_stuck=stalled >= STUCK_SECONDS)
+            next_check = min(seconds for seconds in (LATE_SECONDS, STUCK_SECONDS, limit) if seconds > stalled)
+            await self.wait_for_change(min(next_check - stalled, wait_seconds - waited))
 
     async def wait_for_change(self, seconds: float) -> None:
         """Wait until confirmations or requirements change, the run ends, or `seconds` have passed."""

@@ -79,6 +79,14 @@ class Shard:
         """Store a copy of a buffer's bytes."""
         self._buffers[name] = bytes(data)
 
+    def set_initial_values(self, blocks: Mapping[str, Tensor], buffers: Mapping[str, memoryview]) -> None:
+        """Set blocks and buffers, unless all have their values: a late duplicate must not overwrite later steps."""
+        if not self.is_initialised:
+            for name, values in blocks.items():
+                self.set_initial(name, values)
+            for name, data in buffers.items():
+                self.set_initial_buffer(name, data)
+
     @property
     def is_initialised(self) -> bool:
         """True if every block and buffer has its first values."""

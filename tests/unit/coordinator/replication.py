@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from services.coordinator.state.replicas import Replica, Replicas
-from services.pserver.run.membership_changes import MembershipChanges
+from services.pserver.run.staging import MembershipChanges
 
 Update: TypeAlias = tuple[int, int]  # a round, and the attempt of its contributions
 Log: TypeAlias = tuple[Update, ...]

@@ -38,6 +38,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
 from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
+from services.pserver.heartbeat import digest_run
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
@@ -241,6 +242,11 @@ class Bench:
         await self.call("initial", self.fence(self.install.uploader, 0), encode(blocks))
         await self.run.writer.wait_until_published()
 
+    async def wait_until_published(self) -> None:
+        """Wait for the running apply, and for the snapshots that are being written and published."""
+        await self.run.wait_for_apply()
+        await self.run.writer.wait_until_published()
+
     async def play_round(self, round_: int, ranks: Sequence[int] | None = None) -> bytes:
         """One whole round of these trainers, in order; the bytes of its version."""
         ranks = sorted(self.run.schedule.members) if ranks is None else ranks
@@ -276,7 +282,7 @@ class Bench:
     # ------------------------------------------------------------ looking
 
     async def digest(self) -> str:
-        return await self.run.digest()
+        return await digest_run(self.run)
 
     def metric(self, name: str) -> float:
         return self.registry.get_sample_value(name) or 0.0
@@ -337,7 +343,7 @@ async def bench(
         yield bench
         await asyncio.sleep(0)
         if message.consistency.is_async:
-            await bench.run.executor.end(StaleRun("the test is over"))  # its workers live as long as the run
+            await bench.run.end(StaleRun("the test is over"))  # its workers live as long as the run
         if disk is not None and disk.folder is not None:
             await bench.run.close(StaleRun("the test is over"))
             disk.folder.close()

@@ -26,7 +26,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.membership import Controls
 from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY
-from services.pserver.run.asynchronous.update_jobs import UpdateJobs
+from services.pserver.run.queues import UpdateJobs
 from services.pserver.shard.history import History
 
 from ...raising import raises_code
@@ -49,7 +49,7 @@ async def life(folder: Path, number: int = 1, **settings: Any) -> AsyncIterator[
         consistency=consistency, nonfinite="allow",
     ) as pserver:  # fmt: skip
         yield pserver
-        await pserver.run.wait_until_published()
+        await pserver.wait_until_published()
 
 
 async def steps(pserver: Bench, first: int, last: int) -> None:
@@ -83,7 +83,7 @@ async def test_a_log_is_refused(tmp_path: Path, durability: str) -> None:
 async def test_a_restarted_pserver_begins_with_its_newest_checkpoint(tmp_path: Path) -> None:
     async with life(tmp_path, checkpoint_rounds=4) as pserver:
         await steps(pserver, 1, 3)
-        await pserver.run.wait_until_published()
+        await pserver.wait_until_published()
         restored = pserver.run.storage.restore(4)
     async with life(tmp_path, 2) as pserver:
         assert (pserver.run.round, pserver.run.schedule.open_steps) == (4, {0: 3, 1: 3})
@@ -163,7 +163,7 @@ async def test_a_checkpoint_of_a_number_that_is_over_is_refused(tmp_path: Path) 
         assert outcomes[0] is None
         assert outcomes[1] is None or isinstance(outcomes[1], TryAgain)
         await later
-        await pserver.run.wait_until_published()
+        await pserver.wait_until_published()
         with pytest.raises(StaleRound):
             await pserver.run.want_checkpoint(3)
 
@@ -208,7 +208,7 @@ async def test_a_push_of_a_paused_run_keeps_no_administrator_waiting(tmp_path: P
         await pserver.change_members(2, members, controls=(Controls(since=1, is_paused=True),))
         push = asyncio.create_task(pserver.push(0, 2))
         await turns()
-        assert await pserver.run.executor.read_after_round(None, count_steps, 0) == (2, 2)
+        assert await pserver.run.read_after_round(None, count_steps, 0) == (2, 2)
         await pserver.run.want_checkpoint(2)
         assert not push.done()
         await pserver.change_members(3, members)
@@ -239,8 +239,8 @@ async def test_requests_in_any_order_end_and_see_whole_contributions(script: lis
 
 async def play(folder: Path, script: list[str]) -> None:
     async with life(folder, checkpoint_rounds=5, rules={"max_queued": 2}) as pserver:
-        context, executor, work = pserver.run.context, pserver.run.executor, asyncio.Semaphore(0)
-        members, run_update = dict(pserver.run.schedule.members), context.run_update
+        run, work = pserver.run, asyncio.Semaphore(0)
+        members, run_update = dict(pserver.run.schedule.members), run.run_update
 
         async def update_when_told(*arguments: Any) -> Any:
             await work.acquire()
@@ -253,14 +253,14 @@ async def play(folder: Path, script: list[str]) -> None:
             await pserver.get(rank, 8)
 
         async def look() -> None:
-            applied, counted = await executor.read_after_round(None, count_steps, 0)
+            applied, counted = await run.read_after_round(None, count_steps, 0)
             assert applied == counted
 
         async def want_checkpoint() -> None:
             with suppress(TryAgain, StaleRound):
                 await pserver.run.want_checkpoint(pserver.run.schedule.num_committed + len(asked) % 2)
 
-        context.run_update = update_when_told
+        run.run_update = update_when_told
         number, asked, looks = 1, [], []
         trainers = [asyncio.create_task(train(rank)) for rank in range(NUM_TRAINERS)]
         for action in script:
@@ -285,7 +285,7 @@ async def play(folder: Path, script: list[str]) -> None:
             work.release()
         async with asyncio.timeout(20):
             await asyncio.gather(*trainers, *asked, *looks)
-            await pserver.run.wait_until_published()
+            await pserver.wait_until_published()
         assert (pserver.run.schedule.num_committed, pserver.run.round) == (16, 16)
         for round_ in pserver.run.storage.rounds:
             restored = pserver.run.storage.restore(round_)
@@ -312,7 +312,7 @@ async def test_after_a_restart_each_step_counts_once_and_whole(script: list[tupl
         async with life(Path(folder), rules=RULES) as pserver:
             await steps(pserver, 1, 2)
             await pserver.run.want_checkpoint(4)
-            await pserver.run.wait_until_published()
+            await pserver.wait_until_published()
         async with life(Path(folder), 2, rules=RULES) as pserver:
             clocks, pushes = pserver.run.schedule, []
             for rank in range(NUM_TRAINERS):
@@ -323,7 +323,7 @@ async def test_after_a_restart_each_step_counts_once_and_whole(script: list[tupl
             results = await asyncio.gather(*pushes, return_exceptions=True)
             refused = [result for result in results if result is not None]
             assert all(getattr(error, "code", None) in ("future_round", "delay_exceeded") for error in refused), refused
-            applied, _ = await pserver.run.executor.read_after_round(None, count_steps, 0)
+            applied, _ = await pserver.run.read_after_round(None, count_steps, 0)
             assert applied == clocks.num_committed
             whole = {rank: step for rank, (_, step) in clocks.copy_history().steps.items()}
             assert whole == {rank: step - 1 for rank, step in clocks.open_steps.items()} == clocks.clocks

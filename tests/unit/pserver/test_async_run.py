@@ -15,7 +15,7 @@ from torch import Tensor
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
 from ps_protocol.requests import Pull
-from services.pserver.run.asynchronous import queue_executor, update_jobs
+from services.pserver.run import queue_run, queues
 from services.pserver.shard import shard as shard_module
 from services.pserver.shard.bodies import PooledBuffer
 
@@ -78,14 +78,14 @@ def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
 
 def hold_applies(monkeypatch: pytest.MonkeyPatch, names: list[str] = NAMES) -> asyncio.Event:
     """The updates of these blocks are due when the event is set, all in one turn of the event loop."""
-    release, apply = asyncio.Event(), update_jobs.UpdateJobs.apply
+    release, apply = asyncio.Event(), queues.UpdateJobs.apply
 
     async def apply_late(jobs: Any, name: str, update: Any) -> None:
         if name in names:
             await release.wait()
         await apply(jobs, name, update)
 
-    monkeypatch.setattr(update_jobs.UpdateJobs, "apply", apply_late)
+    monkeypatch.setattr(queues.UpdateJobs, "apply", apply_late)
     return release
 
 
@@ -101,7 +101,7 @@ def record_call(calls: list[tuple[Any, ...]], function: Callable[..., None]) -> 
 
 def taken(pserver: Bench) -> bool:
     """Return whether each worker has emptied its queue and waits for the compute thread."""
-    return all(queue._queue.empty() for queue in pserver.run.executor.queues.values())
+    return all(queue._queue.empty() for queue in pserver.run.queues.values())
 
 
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
@@ -166,7 +166,7 @@ async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one(monk
 
 
 async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_executor, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(queue_run, "HOLD_SECONDS", 0.05)
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
             await pserver.push(0, 1, ones(1.0))
@@ -203,16 +203,16 @@ async def test_an_optimizer_that_fails_stops_the_blocks_of_its_call_and_no_other
                     await pserver.push(1, 2, ones(1.0, [name]), computed_on=0)
         await until(lambda: pserver.run.schedule.clocks == {0: 0, 1: 1})
         assert pserver.metric("gradpost_updates_applied_total") == 2
-        assert not pserver.run.executor.is_idle  # no checkpoint is made of it
+        assert not pserver.run._is_idle  # no checkpoint is made of it
 
 
 async def test_updates_that_are_due_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     release, jobs = hold_applies(monkeypatch), []
     async with asynchronous(3, read_consistency="none") as pserver:
-        monkeypatch.setattr(update_jobs.UpdateJobs, "_step_all", record_call(jobs, update_jobs.UpdateJobs._step_all))
+        monkeypatch.setattr(queues.UpdateJobs, "_step_all", record_call(jobs, queues.UpdateJobs._step_all))
         for rank, names in enumerate((NAMES[:1], NAMES, NAMES[3:])):
             await pserver.push(rank, 1, ones(rank + 1.0, names))
-        await until(lambda: sum(queue._queue.qsize() for queue in pserver.run.executor.queues.values()) == 2)
+        await until(lambda: sum(queue._queue.qsize() for queue in pserver.run.queues.values()) == 2)
         release.set()
         blocks = decode(await pserver.get(1, 1))[0] | decode(await pserver.get(2, 1))[0]
         start = {f"{name}.block0": value for name, value in initial_values().items()}
@@ -223,7 +223,7 @@ async def test_updates_that_are_due_together_are_one_job(monkeypatch: pytest.Mon
 
 
 async def test_blocks_whose_job_cannot_run_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_jobs.UpdateJobs, "_step_all", failing(MemoryError("no memory")))
+    monkeypatch.setattr(queues.UpdateJobs, "_step_all", failing(MemoryError("no memory")))
     async with asynchronous() as pserver:
         await pserver.push(0, 1, ones())
         with raises_code("apply_failed", match=r"has stopped.*no memory"):
@@ -284,10 +284,10 @@ async def test_an_abandoned_get_stops_waiting_once_the_clocks_allow_it() -> None
         with pytest.raises(RoundPending):
             await pserver.get(0, 1, wait_seconds=0.02)
         assert pserver.pserver.make_heartbeat().missing == (1,)
-        assert pserver.run.waiting_seconds > 0
+        assert pserver.run.late[1] > 0
         await pserver.push(1, 1, ones())
         await pserver.get(1, 1)
-        assert (pserver.pserver.make_heartbeat().missing, pserver.run.waiting_seconds) == ((), 0)
+        assert (pserver.pserver.make_heartbeat().missing, pserver.run.late[1]) == ((), 0)
 
 
 async def test_a_round_time_out_names_the_trainer_that_is_behind() -> None:
@@ -316,7 +316,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
 
 async def test_the_memory_of_a_reply_is_not_reused_while_it_is_sent() -> None:
     async with asynchronous() as pserver:
-        reply = await pserver.run.executor.get(pserver.fence(0, 0), Pull(0, wait_seconds=1))
+        reply = await pserver.run.get(pserver.fence(0, 0), Pull(0, wait_seconds=1))
         [part] = reply.parts
         before = bytes(part)
         other = PooledBuffer(pserver.pserver.pool, len(part))
@@ -352,7 +352,7 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     await until(reached.is_set)
     num_jobs = pserver.compute.num_jobs
     get = asyncio.ensure_future(pserver.get(2, 0))
-    await until(lambda: pserver.compute.num_jobs > num_jobs or pserver.run.executor._turn.locked())
+    await until(lambda: pserver.compute.num_jobs > num_jobs or pserver.run._turn.locked())
     gate.set()
     start = {f"{name}.block0": value for name, value in initial_values().items()}
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
@@ -377,7 +377,7 @@ async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
             await until(lambda: taken(pserver))
             await pserver.push(0, 1, ones(7.0, NAMES[:1]))
             get = asyncio.ensure_future(pserver.get(1, 0))
-            await until(pserver.run.executor._turn.locked)
+            await until(pserver.run._turn.locked)
         with raises_code("apply_failed", match="has stopped"):
             await asyncio.wait_for(get, 30)
 
@@ -466,9 +466,9 @@ async def test_every_wait_ends_with_the_failure_of_the_run(read_consistency: Any
 async def test_the_next_run_ends_the_workers_of_this_one() -> None:
     async with asynchronous() as pserver:
         await pserver.push(0, 1, ones())
-        first, workers = pserver.run, [queue._task for queue in pserver.run.executor.queues.values()]
+        first, workers = pserver.run, [queue._task for queue in pserver.run.queues.values()]
         await pserver.install_next_run()
         await asyncio.sleep(0)
         assert workers
         assert all(worker.done() for worker in workers)
-        assert isinstance(first.context.failure, StaleRun)
+        assert isinstance(first.failure, StaleRun)

@@ -197,7 +197,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
 
 async def test_frozen_parameters_are_not_part_of_the_norm() -> None:
     async with bench(1, **NEVER) as b:
-        b.run.context.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
+        b.run.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
         answer = await measure(b, ranks=(0,))
         stepped = {name: gradient for name, gradient in gradients_of(0, 1).items() if name in ("p0", "p2")}
         assert answer.sum_of_squares == pytest.approx(squares_of(stepped))

@@ -13,7 +13,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
 from ps_protocol.membership import Membership
 from ps_protocol.requests import Completion
-from services.pserver.run.asynchronous.clocks import Clocks, Committed
+from services.pserver.run.clocks import Clocks, Committed
 from services.pserver.run.staging import Push
 
 from ...raising import raises_code

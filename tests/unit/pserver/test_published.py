@@ -264,6 +264,7 @@ async def test_a_killed_pserver_publishes_the_same_values_again(tmp_path: Path, 
         expected = await play(pserver, 1, 4)
         if settings["durability"] == "none":
             await pserver.run.want_checkpoint(4)
+            await pserver.wait_until_published()
         digest = await pserver.digest()
     async with bench(wire=WIRE, state_dir=tmp_path, incarnation=2, **settings) as pserver:
         assert pserver.run.round == 4

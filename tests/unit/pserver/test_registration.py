@@ -106,7 +106,7 @@ async def test_the_coordinator_is_notified_of_a_failure_at_once(
         await asyncio.wait_for(said.wait(), 10)
         said.clear()
         await one.install_next_run()
-        await one.run.executor.end(StorageFailed("the disk is full"), is_failure=True)
+        await one.run.end(StorageFailed("the disk is full"), is_failure=True)
         await asyncio.wait_for(said.wait(), 10)
         assert failures == [None, StorageFailed("the disk is full").to_problem()]
         stop.set()
@@ -118,13 +118,13 @@ async def test_a_storage_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_pa
     stop.set()
     async with registration_of(lambda _: httpx.Response(404), tmp_path) as (one, staying):
         await one.play_round(1)
-        await one.run.wait_until_published()
+        await one.wait_until_published()
         monkeypatch.setattr(Publisher, "_copy", lambda *_: is_let_go.wait(20))
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
         await asyncio.wait_for(staying.run("http://pserver:1", stop), 5)
         assert not is_let_go.is_set()
         is_let_go.set()
-        await one.run.wait_until_published()
+        await one.wait_until_published()
 
 
 async def test_a_folder_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ async def test_a_folder_that_fails_to_read_is_asked_again_before_a_pserver_regis
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
-        await one.run.wait_until_published()
+        await one.wait_until_published()
     read, errors, stop = snapshots.read_file, [OSError("Input/output error")], asyncio.Event()
     registered: list[RegisterPserver] = []
 

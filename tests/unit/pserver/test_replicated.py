@@ -18,7 +18,7 @@ from ps_protocol.membership import RequiredStandbys
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.routes import BLOCK_STATISTICS, SHARD, SHARD_DIGESTS
 from services.pserver.durable.replay import replay_update
-from services.pserver.run import context, run, standbys
+from services.pserver.run import standbys, sync_run
 from services.pserver.shard import shard as shard_module
 
 from .standby_support import NAME, SOON, Standby, begin, client, contribute, is_waiting, replicated, require
@@ -50,7 +50,7 @@ async def test_a_round_counts_once_the_standby_has_confirmed_it(tmp_path: Path) 
 async def test_a_change_of_members_is_answered_while_a_standby_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "FREEZE_SECONDS", SOON, raising=False)
+    monkeypatch.setattr(sync_run, "FREEZE_SECONDS", SOON)
     async with replicated(tmp_path) as (b, standby):
         await contribute(b, 1)
         await standby.reader.wait_for_round(1)
@@ -138,7 +138,7 @@ async def test_a_snapshot_is_published_once_its_round_is_confirmed(tmp_path: Pat
         await b.run.want_checkpoint(1)
         await contribute(b, 1)
         await standby.reader.wait_for_round(1)
-        writes = begin(b.run.wait_until_published())
+        writes = begin(b.wait_until_published())
         assert await is_waiting(writes)
         assert (storage.rounds, b.run.writer.published.round) == ([1, 0], 0)
         await standby.confirm(1)
@@ -205,7 +205,7 @@ async def test_after_a_rollback_the_set_stays_and_confirmations_begin_again(tmp_
             await b.get(0, round_)
             await b.get(1, round_)
         await b.install_next_run("run1", attempt=1, restore=1, number=2)
-        assert b.run.context.standbys.required == RequiredStandbys(number=1, instances=(NAME,))
+        assert b.run.standbys.required == RequiredStandbys(number=1, instances=(NAME,))
         assert (await standby.confirm(2, attempt=0)).json()["code"] == "stale_run"
         assert (await standby.confirm(1)).json()["code"] == "try_again"  # its stream has ended
         get = begin(b.get(0, 1, attempt=1))
@@ -222,17 +222,17 @@ async def test_another_run_begins_with_its_own_set(tmp_path: Path) -> None:
         required = RequiredStandbys(number=0, instances=("standby-b",))
         late = b.pserver.make_heartbeat()
         await b.install_next_run(number=2, required=required)
-        assert b.run.context.standbys.required == required
+        assert b.run.standbys.required == required
         reply = PserverHeartbeatReply(required=RequiredStandbys(number=9, instances=(NAME,)))
         b.pserver.handle_heartbeat_reply(reply, late)  # about the run before
-        assert b.run.context.standbys.required == required
+        assert b.run.standbys.required == required
         await b.install_next_run(number=3, required=RequiredStandbys(number=1))  # repeated, with a newer set
-        assert b.run.context.standbys.required.number == 1
+        assert b.run.standbys.required.number == 1
 
 
 ENDS: dict[str, tuple[Callable[[Bench], Awaitable[Any]], str]] = {
     "the pserver stops": (lambda b: b.pserver.stop(), "stopping"),
-    "the run fails": (lambda b: b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True), "trainer_lost"),
+    "the run fails": (lambda b: b.run.end(TrainerLost("trainer 1 is lost"), is_failure=True), "trainer_lost"),
     "a rollback": (lambda b: b.install_next_run("run1", attempt=1, restore=0, number=2), "stale_run"),
     "another run": (lambda b: b.install_next_run(number=2), "stale_run"),
 }
@@ -265,7 +265,7 @@ async def test_a_standby_that_confirms_nothing_for_the_round_time_out_fails_the_
 
 async def test_a_wait_that_has_ended_does_not_count_for_the_next_one(tmp_path: Path) -> None:
     async with replicated(tmp_path, round_timeout_seconds=0.3) as (b, standby):
-        standbys = b.run.context.standbys
+        standbys = b.run.standbys
         began = standbys.note_wait(1)
         await contribute(b, 1)
         await standby.reader.wait_for_round(1)
@@ -279,7 +279,7 @@ async def test_a_wait_that_has_ended_does_not_count_for_the_next_one(tmp_path: P
 
 
 async def test_the_heartbeat_reports_standbys_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "LATE_SECONDS", SOON)
+    monkeypatch.setattr(standbys, "LATE_SECONDS", SOON)
     async with replicated(tmp_path, requires=()) as (b, standby):
         due, seen = b.pserver.heartbeat_is_due, lambda: b.pserver.make_heartbeat().standbys
         due.clear()
@@ -314,7 +314,7 @@ async def test_a_standby_counts_as_connected_once_it_confirms_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with replicated(tmp_path, requires=()) as (b, _):
-        standbys, now = b.run.context.standbys, [0.0]
+        standbys, now = b.run.standbys, [0.0]
         monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
 
         def is_connected_after(seconds: float, acknowledged: int, held: int) -> bool:
@@ -335,7 +335,7 @@ async def test_a_standby_that_is_late_again_and_again_joins_later_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with replicated(tmp_path, requires=()) as (b, _):
-        confirmations, now = b.run.context.standbys, [0.0]
+        confirmations, now = b.run.standbys, [0.0]
         monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
         confirmations.open_stream("standby-b")
         rounds = iter(range(1, 10_000))
@@ -376,7 +376,7 @@ async def test_an_update_waits_for_a_standby_that_catches_up(tmp_path: Path, mon
         await contribute(b, 3)
         await b.get(0, 3)
         monkeypatch.setattr(standbys, "CATCH_UP_SECONDS", 30.0)
-        b.run.context.standbys._joins_until[NAME] = 0.0  # it has had its time
+        b.run.standbys._joins_until[NAME] = 0.0  # it has had its time
         await contribute(b, 4)
         await b.get(0, 4)
 
@@ -385,8 +385,8 @@ async def test_a_standby_of_the_round_that_waits_for_a_lost_one_may_replace_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No later round comes, which it would otherwise have to receive."""
-    monkeypatch.setattr(context, "LATE_SECONDS", SOON)
-    monkeypatch.setattr(context, "STUCK_SECONDS", 2 * SOON)
+    monkeypatch.setattr(standbys, "LATE_SECONDS", SOON)
+    monkeypatch.setattr(standbys, "STUCK_SECONDS", 2 * SOON)
     async with replicated(tmp_path) as (b, standby):
         await contribute(b, 1)
         await standby.reader.wait_for_round(1)
@@ -394,7 +394,7 @@ async def test_a_standby_of_the_round_that_waits_for_a_lost_one_may_replace_it(
         await until(lambda: other.reader.received)
         await standby.reader.leave()
         await other.confirm(1)
-        await until(lambda: b.run.context.standbys.describe().connected == ("standby-b",))
+        await until(lambda: b.run.standbys.describe().connected == ("standby-b",))
         require(b, 2, "standby-b")
         await b.get(0, 1)
         await other.reader.leave()
@@ -415,7 +415,7 @@ async def test_refused_confirmations(tmp_path: Path) -> None:
         await contribute(b, 1)
         assert await is_waiting(begin(b.get(0, 1, wait_seconds=2 * SOON)))
         await standby.confirm(1)
-        await b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True)
+        await b.run.end(TrainerLost("trainer 1 is lost"), is_failure=True)
         assert (await standby.confirm(1)).json()["code"] == "trainer_lost"
     async with bench(2, state_dir=tmp_path / "log", durability="log") as b:
         assert b.pserver.make_heartbeat().standbys is None

@@ -205,7 +205,7 @@ async def test_a_copy_is_the_file_of_a_snapshot(tmp_path: Path) -> None:
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 3)
         await b.run.want_checkpoint(3)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         [file] = (tmp_path / "pserver-0" / "log").glob(f"{3:012}-*.safetensors")
         reader = Reader(b, SHARD_COPY, run="run1", attempt=0)
         await reader.task
@@ -217,14 +217,14 @@ async def test_a_copy_has_the_chain_of_its_round_although_updates_follow_at_once
 ) -> None:
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 3)
-        newest, read = b.run.storage.newest_update, b.run.executor.read_after_round
+        newest, read = b.run.storage.newest_update, b.run.read_between_updates
 
         async def read_before_an_update(*args: Any) -> Any:
             found = await read(*args)
             await b.play_round(4)
             return found
 
-        monkeypatch.setattr(b.run.executor, "read_after_round", read_before_an_update)
+        monkeypatch.setattr(b.run, "read_between_updates", read_before_an_update)
         shard, _, chain = await read_copy(b)
         assert (shard.version, chain) == newest
         assert b.run.storage.newest_update[0] == 4
@@ -355,8 +355,8 @@ async def test_a_run_without_a_log_has_no_stream(tmp_path: Path) -> None:
 
 ENDS: dict[str, tuple[Stop, str]] = {
     "the pserver stops": (lambda b: b.pserver.stop(), "stopping"),
-    "the run fails": (lambda b: b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True), "trainer_lost"),
-    "the run is stopped": (lambda b: b.run.executor.end(RunStopped("stopped"), is_failure=True), "run_stopped"),
+    "the run fails": (lambda b: b.run.end(TrainerLost("trainer 1 is lost"), is_failure=True), "trainer_lost"),
+    "the run is stopped": (lambda b: b.run.end(RunStopped("stopped"), is_failure=True), "run_stopped"),
     "a rollback": (lambda b: b.install_next_run("run1", attempt=1, restore=2, number=2), "stale_run"),
     "another run": (lambda b: b.install_next_run(number=2), "stale_run"),
 }
@@ -410,7 +410,7 @@ async def test_a_slow_reader_does_not_hold_the_end_up(tmp_path: Path, monkeypatc
     monkeypatch.setattr(replication, "DRAIN_SECONDS", 0.05)
     async with logging(tmp_path) as b:
         reader = await hold_in_round_4(b)
-        await b.run.executor.end(TryAgain("stopping"))
+        await b.run.end(TryAgain("stopping"))
         await asyncio.wait_for(reader.task, 2)
         assert not any(isinstance(record, End) for record in reader.received)
 

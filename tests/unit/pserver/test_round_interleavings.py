@@ -13,8 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
 from ps_protocol.requests import Completion
+from services.pserver.run.rounds import Apply, Measure, Rounds
 from services.pserver.run.staging import Push as StagedPush
-from services.pserver.run.synchronous.rounds import Apply, Measure, Rounds
 
 from ...soaking import examples
 

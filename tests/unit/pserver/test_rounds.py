@@ -11,8 +11,8 @@ from ps_protocol.errors import FutureRound
 from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
 from ps_protocol.requests import Completion
+from services.pserver.run.rounds import Apply, Measure, Rounds
 from services.pserver.run.staging import Push
-from services.pserver.run.synchronous.rounds import Apply, Measure, Rounds
 
 from ...raising import raises_code
 from ...soaking import examples

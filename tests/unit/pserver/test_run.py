@@ -31,7 +31,7 @@ from ps_protocol.requests import (
 )
 from ps_protocol.routes import MEMBERS
 from services.pserver.app import make_pserver_app
-from services.pserver.run.synchronous import equal_gradients
+from services.pserver.run import script_warnings
 from services.pserver.shard.compensation import divide_rates
 from services.pserver.shard.history import History
 from services.runtime.metrics import ServiceMetrics
@@ -122,7 +122,7 @@ async def test_a_get_in_an_unfinished_change_of_members_names_the_coordinator():
 
 
 async def test_a_push_is_checked_again_after_the_check_for_nan(monkeypatch):
-    monkeypatch.setattr("services.pserver.run.run.QUICK_BYTES", 0)  # the check waits for the compute thread
+    monkeypatch.setattr("services.pserver.run.read_pushes.QUICK_BYTES", 0)  # the check waits for the compute thread
     async with bench() as b:
         await b.push(1, 1, {})
         await b.push(0, 1)
@@ -244,13 +244,13 @@ async def test_trainers_that_push_the_same_gradients_are_named_once(equal: Seque
 
 
 @pytest.mark.parametrize("num_blocks", [1, 100, 1000])
-def test_the_search_for_equal_gradients_reads_a_sample(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_script_warnings_reads_a_sample(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read = bytearray()
     digest = SimpleNamespace(update=read.extend, digest=lambda: bytes(read))
-    monkeypatch.setattr(equal_gradients, "xxhash", SimpleNamespace(xxh3_128=lambda: digest))
+    monkeypatch.setattr(script_warnings, "xxhash", SimpleNamespace(xxh3_128=lambda: digest))
     block = SimpleNamespace(bytes=lambda: [memoryview(bytes(range(256)) * 512)])
-    assert equal_gradients._digest({str(number): block for number in range(num_blocks)}) is not None
-    assert 15_000 < len(read) <= equal_gradients.SAMPLE_BYTES
+    assert script_warnings._digest({str(number): block for number in range(num_blocks)}) is not None
+    assert 15_000 < len(read) <= script_warnings.SAMPLE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ async def test_a_second_upload_of_initial_values_changes_nothing():
         ("p1.block0", torch.zeros(1, 5), b'"F32"', "wrong_shape"),
         ("p1.block0", torch.zeros(5), b'"I32"', "wrong_dtype"),
         ("mean", torch.zeros(3), b'"F32"', "wrong_shape"),
-        ("mean", torch.zeros(2), b'"I32"', "wrong_shape"),
+        ("mean", torch.zeros(2), b'"I32"', "wrong_dtype"),
     ],
 )
 async def test_initial_values_that_do_not_fit_are_refused(name, values, dtype, error):
@@ -425,7 +425,7 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
-        assert (answer.status_code, b.run.context.membership.controls) == (204, controls)
+        assert (answer.status_code, b.run.membership.controls) == (204, controls)
         assert "content-type" not in answer.headers
 
 

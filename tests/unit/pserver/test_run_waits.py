@@ -12,7 +12,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.vocabulary import BufferSpec, Mode
-from services.pserver.run.synchronous import rounds_executor
+from services.pserver.run import sync_run
 
 from ...raising import raises_code
 from .support import (
@@ -100,14 +100,14 @@ async def test_the_round_time_out_begins_again_with_every_round_and_change_of_me
         await b.barrier(0, 1)
         await asyncio.sleep(0.4)
         await b.change_members(2, {1: 1, 2: 1})  # the waiting trainer has left
-        assert b.run.waiting_seconds == 0
+        assert b.run.late[1] == 0
         await b.push(1, 1)
         with pytest.raises(RoundPending):
             await b.get(1, 1, wait_seconds=0.4, with_barrier=True)
         await b.push(2, 1)
         await b.barrier(2, 1)
         await b.get(1, 1)
-        assert b.run.waiting_seconds == 0
+        assert b.run.late[1] == 0
 
 
 async def test_a_failure_installed_by_the_coordinator_wakes_all_waiters():
@@ -127,7 +127,7 @@ async def test_a_failure_installed_by_the_coordinator_wakes_all_waiters():
         assert len(set(map(id, errors))) == 3  # one shared exception would keep the frames of all requests
         for request in (b.push(1, 1), b.barrier(1, 1), b.get(1, 0), b.call("initial", b.fence(0, 0), encode({}))):
             await unchanged(b, "trainer_lost", request)
-        assert b.run.context.failure.__traceback__ is None  # it would keep the requests' memory
+        assert b.run.failure.__traceback__ is None  # it would keep the requests' memory
         await b.change_members(3, {}, failure=TrainerLost("trainer 0 was lost").to_problem())
         with pytest.raises(TrainerLost, match="trainer 2"):  # the first failure stands
             await b.get(0, 1)
@@ -139,7 +139,7 @@ async def test_an_older_number_of_members_changes_nothing():
         await b.change_members(4, {0: 1, 1: 1, 2: 1})
         await b.change_members(5, {}, failure=TrainerLost("late").to_problem())
         assert b.run.schedule.members == {0: 1, 1: 1}
-        assert b.run.context.failure is None
+        assert b.run.failure is None
 
 
 @pytest.mark.parametrize("code", ["stale_trainer", "stale_run"])
@@ -217,13 +217,13 @@ async def test_an_apply_that_fails_ends_every_wait():
             await asyncio.wait_for(get, 2)
         with raises_code("apply_failed"):
             await b.push(0, 2)
-        assert not b.run.executor.is_idle  # no checkpoint is made of it
+        assert b.run.schedule.applying is not None  # no checkpoint is made of it
 
 
 async def test_a_log_that_hangs_is_reported_and_fails_the_run_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds_executor, "STALLED_SECONDS", 0.0)
+    monkeypatch.setattr(sync_run, "STALLED_SECONDS", 0.0)
     async with bench(2, state_dir=tmp_path, durability="log", round_timeout_seconds=0.2) as b:
         release = await keep_busy(b)  # as a write that does not return
         for rank in (0, 1):

@@ -15,7 +15,7 @@ from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
 from ps_protocol.wire_types import WireTypes
 from services.coordinator.settings import RECORD_BYTES
-from services.pserver.run.synchronous.equal_gradients import AbsentGradients
+from services.pserver.run.script_warnings import AbsentGradients
 from services.pserver.shard.aggregation import PIECE, Aggregator
 from services.pserver.shard.bodies import BufferPool
 from services.pserver.shard.layout import ShardLayout

@@ -61,7 +61,7 @@ async def test_a_named_snapshot_is_published_where_the_coordinator_finds_it(tmp_
     async with bench(state_dir=tmp_path, **LOGGED) as b:
         await want(b, 2)
         await b.play_rounds(1, 3)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         file = b.pserver.make_heartbeat().published
         place = LocalStorage(tmp_path / "checkpoints")
         assert (file.round, list_rounds(place, "run1")) == (2, [2, 0] if is_shared else [])
@@ -77,10 +77,10 @@ async def test_one_that_fails_is_made_again_on_request(tmp_path, monkeypatch, st
             error = failing(OSError("no space left on device"))
             patch.setattr(*((snapshots, "write_file", error) if step == "write" else (Publisher, "_copy", error)))
             await want(b, 1, is_over=True)
-            await b.run.wait_until_published()
+            await b.wait_until_published()
         assert (published(b), b.metric("gradpost_checkpoint_failures_total")) == (0, 1)
         await want(b, 1, is_over=True)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert published(b) == 1
 
 
@@ -93,7 +93,7 @@ async def test_a_repeated_request_publishes_once_and_another_one_is_retried(tmp_
             await want(b, 2)
         assert coming(b) == (1,)
         place.may_copy.set()
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         await want(b, 1)
         assert (published(b), coming(b), len(place.copied)) == (1, (), 1)
         assert b.metric("gradpost_checkpoint_failures_total") == 0
@@ -101,14 +101,14 @@ async def test_a_repeated_request_publishes_once_and_another_one_is_retried(tmp_
 
 async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
     async with bench(state_dir=tmp_path, **LOGGED) as b:  # a round that is logged is stepped on the compute thread
-        has_stepped, may_go_on = hold(monkeypatch, b.run.executor, "_step", after=True)
+        has_stepped, may_go_on = hold(monkeypatch, b.run, "_step", after=True)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_stepped.wait, 10)
         wanted = want(b, 1)
         await asyncio.sleep(0.05)
         may_go_on.set()
         await asyncio.wait_for(asyncio.gather(playing, wanted), 10)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert published(b) == 1
 
 
@@ -122,7 +122,7 @@ async def test_one_that_is_wanted_while_another_is_copied_is_refused(tmp_path: P
             await want(b, 2)
         may_go_on.set()
         await asyncio.wait_for(playing, 10)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert coming(b) == ()
 
 
@@ -132,7 +132,7 @@ async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Pa
             await want(b, named)
         assert coming(b) == (3,)
         await b.play_rounds(1, 5)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert (published(b), coming(b), b.run.storage.rounds) == (3, (), [3, 0])
 
 
@@ -143,7 +143,7 @@ async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, m
         monkeypatch.setattr(snapshots, "write_file", failing(error))
         b.pserver.heartbeat_is_due.clear()
         await b.play_round(1)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert b.pserver.heartbeat_is_due.is_set()
         assert (published(b), coming(b)) == (0, ())
 
@@ -164,7 +164,7 @@ async def test_without_named_rounds_and_beside_a_storage_that_hangs_the_log_stay
         assert (published(b), coming(b)) == (0, (2,) if place_hangs else ())
         digest = b.run.shard.digest()
         place.may_copy.set()
-        await b.run.wait_until_published()
+        await b.wait_until_published()
     async with bench(state_dir=tmp_path, durability="log", incarnation=2) as b:
         assert (b.run.round, b.run.shard.digest()) == (30, digest)
 
@@ -189,7 +189,7 @@ async def test_a_storage_that_hangs_delays_no_registration_and_no_other_run(tmp_
         await until(lambda: not place.copying)
         await want(b, 2)
         await b.play_round(2)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert published(b) == 2
 
 
@@ -201,7 +201,7 @@ async def test_a_named_snapshot_waits_for_one_that_is_being_written(tmp_path: Pa
         await want(b, 3)
         await b.play_rounds(3, 5)
         may_go_on.set()
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert (published(b), b.run.storage.rounds) == (3, [3, 2, 0])
 
 
@@ -221,7 +221,7 @@ async def test_a_folder_that_takes_no_snapshot_is_tried_again_after_an_interval(
         assert (tries, b.run.storage.rounds) == (3, [0])
         monkeypatch.undo()
         await b.play_rounds(10, 12)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         assert b.run.storage.rounds == [12, 0]
 
 
@@ -243,7 +243,7 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         await b.play_rounds(1, 3)
         await want(b, 3, is_over=True)
-        await b.run.wait_until_published()
+        await b.wait_until_published()
         for complete in ((2, 0), (3, 2)):
             b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(complete=complete), b.pserver.make_heartbeat())
             await b.run.stop()
@@ -303,7 +303,7 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
             update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
         )
         installing = asyncio.create_task(b.pserver.install_run(other))
-        await until(lambda: old.context.failure is not None)
+        await until(lambda: old.failure is not None)
         may_go_on.set()
         await installing
         with pytest.raises(StaleRun):

@@ -1,12 +1,14 @@
-"""Arbitrary interleavings of confirmations, required sets, ends of streams and waits, on the context of a real run."""
+"""Arbitrary interleavings of confirmations, required sets, ends of streams and waits, on a real run."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -42,10 +44,11 @@ class Confirmations(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.bench = bench(2, state_dir=Path(self.folder.name), durability="replicated")
         self.b = self.runner.run(self.bench.__aenter__())
-        self.context = self.b.run.context
         self.num_reports = self.num_seen = 0
         required = RequiredStandbys(number=1, instances=tuple(sorted(names)))
-        self.context.standbys = self.standbys = StandbyConfirmations(required, first, self.count_report)
+        installed = self.b.run.installed.model_copy(update={"required": required})
+        storage: Any = SimpleNamespace(newest_update=(20, ""))
+        self.b.run.standbys = self.standbys = StandbyConfirmations(installed, 0, first, storage, self.count_report)
         self.first, self.required = first, required
         self.held: dict[str, int] = {}
         self.streams: dict[str, list[StandbyStream]] = {name: [] for name in NAMES}
@@ -119,7 +122,7 @@ class Confirmations(RuleBasedStateMachine):
     @rule(round_=ROUNDS)
     def wait(self, round_: int) -> None:
         async def begin() -> asyncio.Task[None]:
-            return asyncio.create_task(self.context.wait_until_held(round_))
+            return asyncio.create_task(self.b.run.wait_until_held(round_, math.inf))
 
         self.waiting.append(Waiting(round_, self.runner.run(begin())))
         self.call(lambda: None)
@@ -136,7 +139,7 @@ class Confirmations(RuleBasedStateMachine):
     def end(self) -> None:
         if self.failure is None:
             self.failure = StaleRun("the run has ended")
-            self.runner.run(self.context.end_waits(self.failure, is_failure=False))
+            self.runner.run(self.b.run.end(self.failure))
             self.call(lambda: None)
             assert all(waiting.task.done() for waiting in self.waiting)
             self.look_at_waits()

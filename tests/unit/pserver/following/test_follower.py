@@ -103,7 +103,7 @@ async def test_another_incarnation_is_continued_if_its_log_confirms_the_newest_u
             standby.replica.chain = None
         standby.name_leader(incarnation=2)
         await until(lambda: standby.has_failed("not the incarnation"))  # the old one is still there
-        b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
+        b.run.installed = b.run.installed.model_copy(update={"incarnation": 2})
         await until(lambda: standby.follower.replica and standby.replica.installed.incarnation == 2)
         assert standby.count("copies") == (1 if is_known else 2)
         await standby.catch_up()
@@ -159,7 +159,7 @@ async def test_an_end_of_the_run_keeps_the_replica(tmp_path: Path) -> None:
         await b.play_rounds(1, 3)
         await standby.catch_up()
         standby.failures.clear()
-        await b.run.executor.end(TrainerLost("trainer 1 is lost"), is_failure=True)
+        await b.run.end(TrainerLost("trainer 1 is lost"), is_failure=True)
         await until(lambda: len(standby.failures) > 0)
         assert standby.failures[0] == "TrainerLost: trainer 1 is lost"  # as the end of the stream tells it
         assert standby.replica.round == 3

@@ -140,8 +140,8 @@ async def test_a_lost_leader_is_reported_at_once_until_another_one_is_followed(t
         await until(lambda: world.reports[-1].lost == 1)
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
         async with running(app) as other:
-            b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
-            await b.pserver.run.context.notify()
+            b.run.installed = b.run.installed.model_copy(update={"incarnation": 2})
+            await b.pserver.run.waits.notify()
             world.name(other, 2)
             await until(lambda: world.reports[-1].lost == 0)
             assert world.reports[-1].round == 1

@@ -125,7 +125,7 @@ async def test_a_torn_copy_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
             patch.setattr(snapshots, "write_file", failing(OSError("No space left on device")))
             standby.replica.chain = "0" * 32
             standby.name_leader(incarnation=2)
-            b.run.installed = b.run.context.installed = b.run.installed.model_copy(update={"incarnation": 2})
+            b.run.installed = b.run.installed.model_copy(update={"incarnation": 2})
             await until(lambda: standby.has_failed("cannot write its copy of pserver 0: No space left"))
             assert standby.follower.replica is None
             other = Disk(tmp_path / "other")
@@ -255,7 +255,7 @@ async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incar
 def lead_again(standby: Standby, incarnation: int) -> None:
     """Name the next incarnation of the leader, which continues its run."""
     run = standby.b.run
-    run.installed = run.context.installed = run.installed.model_copy(update={"incarnation": incarnation})
+    run.installed = run.installed.model_copy(update={"incarnation": incarnation})
     standby.name_leader(incarnation=incarnation)
 
 

@@ -15,25 +15,26 @@ import contextlib
 import copy
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ps_protocol.errors import BadInput, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.membership import Membership
-from ps_protocol.requests import APPLIED_KEY, COMPUTED_ON_KEY, HISTORY_KEY, Completion, Pull
-from ps_protocol.vocabulary import Rank, Round
+from ps_protocol.membership import FrozenRounds, InstallRun, Membership
+from ps_protocol.requests import APPLIED_KEY, COMPUTED_ON_KEY, HISTORY_KEY, Completion, Pull, PushAnswer
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.logs import get_logger
 
-from ...shard.optimizer_blocks import LoadedState
-from ...shard.reply import Reply
-from ...shard.tensors import StagedBlock
-from ..context import ENDS_WITH_INTACT_SHARDS, RunContext
-from ..schedule import Read, Wait, name_trainers
-from ..staging import Push, Staged
+from ..durable.storage import Restored
+from ..shard.bodies import Body
+from ..shard.optimizer_blocks import LoadedState
+from ..shard.reply import Reply
+from ..shard.tensors import StagedBlock
+from ..waits import Wait, name_trainers
 from .clocks import Clocks
 from .pulls import PulledState, Pulls, Reader, Reading
-from .queues import BlockQueue, BlockUpdate
-from .update_jobs import UpdateJobs
+from .queues import BlockQueue, BlockUpdate, UpdateJobs
+from .run import ENDS_WITH_INTACT_SHARDS, Read, Run
+from .staging import Push, Staged
 
 log = get_logger()
 
@@ -58,27 +59,33 @@ def _read_computed_on(completion: Completion) -> Round:
     return completion.computed_on
 
 
-class QueueExecutor:
-    """The executor of contributions that `Clocks` commits. The round of a request is its trainer's step."""
+class QueueRun(Run):
+    """A run whose contributions `Clocks` commits. The round of a request is its trainer's step."""
 
-    def __init__(self, context: RunContext, schedule: Clocks[StagedBlock], *, is_restored: bool) -> None:
-        self.schedule = schedule
-        self._rules = rules = context.installed.consistency
-        self._context = context
-        self._shard = context.shard
-        self._condition = context.condition
-        self._compute = context.compute
-        self._metrics = context.metrics
-        self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if is_restored else None)
+    schedule: Clocks[StagedBlock]
+
+    def __init__(
+        self, installed: InstallRun, index: PserverIndex, *, restored: Restored | None = None, **shared: Any
+    ) -> None:
+        super().__init__(installed, index, restored=restored, **shared)
+        self._rules = rules = installed.consistency
+        self.schedule = Clocks(
+            {},
+            rules,
+            applied=restored.round if restored else 0,
+            steps=restored.history.steps if restored else None,
+        )
+        self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if restored else None)
         self.queues: dict[str, BlockQueue] = {}  # empty before version 0
         self._turn = asyncio.Lock()  # of the caller that commits a contribution or needs empty queues, in FIFO order
         self._reader: Reader | None = None
         self._pulling: dict[Rank, _Pulling] = {}
+        self._install(installed.membership)
 
     def _make_restored_pull(self) -> PulledState:
         """Return the pull that the trainers of an earlier incarnation of this pserver are assumed to have made."""
-        values = self._shard.values.clone() if self._rules.compensation == "dc" else None
-        return PulledState(dict(self._shard.versions), values)
+        values = self.shard.values.clone() if self._rules.compensation == "dc" else None
+        return PulledState(dict(self.shard.versions), values)
 
     @property
     def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
@@ -98,8 +105,12 @@ class QueueExecutor:
         """The number of gradients in all queues."""
         return sum(queue.num_updates for queue in self.queues.values())
 
+    def describe_progress(self) -> dict[str, Any]:
+        """Return the clocks of all members, and the number of queued gradients."""
+        return {**self.schedule.describe(), "num_queued": self.num_queued}
+
     @property
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """True if all committed contributions are applied."""
         return self.num_queued == 0 and all(queue.failure is None for queue in self.queues.values())
 
@@ -112,7 +123,7 @@ class QueueExecutor:
             computed_on = _read_computed_on(push.completion)
             self.schedule.check_delay(fence.rank, fence.round, computed_on)
             self._pulls.find_pull(fence.rank, computed_on)
-        staged = self.schedule.stage(fence.rank, fence.round, push)
+        staged = super().stage(fence, push)
         if staged.num_lost:
             log.error(
                 "steps that an earlier incarnation of this pserver acknowledged are lost",
@@ -120,16 +131,19 @@ class QueueExecutor:
             )  # fmt: skip
         return staged
 
-    async def commit(self, fence: Fence) -> None:
-        """Put the whole contribution into all its queues together, once all of them have room.
+    async def push(self, fence: Fence, body: Body) -> PushAnswer:
+        """Stage one bucket, and put a complete contribution into all its queues together, once all of them have room.
 
         Pushes are committed in the order in which they became complete, so that one that needs several queues is not
         overtaken for ever. Raises TryAgain if there is no room for long. Then the whole contribution stays staged, and
-        the same push must be sent again.
+        the same push must be sent again. Raises the errors of `Run.push`, too.
         """
-        task = asyncio.create_task(self._commit(fence), name="commit")  # of the run: this client may disconnect
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(task)
+        answer = await super().push(fence, body)
+        if answer.complete:
+            task = asyncio.create_task(self._commit(fence), name="commit")  # of the run: this client may disconnect
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(task)
+        return answer
 
     async def _commit(self, fence: Fence) -> None:
         contribution = self.schedule.contribution(fence.rank)
@@ -138,7 +152,7 @@ class QueueExecutor:
         def has_room() -> bool:
             return not (self.num_queued if contribution.slots else self._find_full_queues(blocks))
 
-        with self._metrics.held_pushes.track_inprogress(), self._metrics.held_seconds.time():
+        with self.metrics.held_pushes.track_inprogress(), self.metrics.held_seconds.time():
             try:
                 async with asyncio.timeout(HOLD_SECONDS) as limit:
                     # A push of a paused run waits without the turn, which an administrator needs for a checkpoint.
@@ -152,19 +166,19 @@ class QueueExecutor:
 
     async def _wait_until(self, fence: Fence, blocks: Collection[str], is_met: Callable[[], bool]) -> bool:
         """Wait for a condition of a push. Returns False as soon as a repeated push has committed the contribution."""
-        async with self._condition:
-            while is_open := self._context.admit_push(fence) == "open":
+        async with self.waits.condition:
+            while is_open := self.admit_push(fence) == "open":
                 self._check_blocks_run(blocks)
                 if is_met():
                     break
-                await self._condition.wait()
+                await self.waits.condition.wait()
         return is_open
 
     def _make_hold_error(self, blocks: Iterable[str]) -> GradpostError:
         if self.schedule.is_paused:
             return RoundPending("the run is paused by an administrator; send the push again")
         full = self._find_full_queues(blocks)
-        what = f"the queue of block {full[0]!r} is full" if full else f"pserver {self._context.index} is busy"
+        what = f"the queue of block {full[0]!r} is full" if full else f"pserver {self.index} is busy"
         return TryAgain(f"{what}; send the push again", code="queue_full", blocks=full[:10])
 
     def _find_full_queues(self, blocks: Iterable[str]) -> list[str]:
@@ -179,12 +193,12 @@ class QueueExecutor:
         """Commit a complete contribution, after loading the optimizer state in it, for which the queues are empty."""
         loaded = LoadedState.from_staged(self.schedule.contribution(fence.rank).slots)
         if loaded is not None:
-            await self._compute.run(self._shard.load_slots, loaded)
-            self._context.admit_push(fence)  # raises the failure of the run; the trainer may have left, too
+            await self.compute.run(self.shard.load_slots, loaded)
+            self.admit_push(fence)  # raises the failure of the run; the trainer may have left, too
         contribution = self.schedule.contribution(fence.rank)
         assert contribution.completion is not None
         pull = self._pulls.find_pull(fence.rank, _read_computed_on(contribution.completion))
-        controls, place = self._context.membership.newest_controls, self._shard.layout.place
+        controls, place = self.membership.newest_controls, self.shard.layout.place
         hyper_parameters = controls.override_rates(contribution.hyper_parameters)
         committed = self.schedule.commit(fence.rank)
         for name, block in contribution.blocks.items():
@@ -192,9 +206,9 @@ class QueueExecutor:
                 self.schedule.count_applied_block(committed)
             else:
                 self.queues[name].put_update(BlockUpdate(committed, block, pull, hyper_parameters))
-        self._shard.version = self.schedule.applied  # needed here if all blocks of the contribution are frozen
-        await self._context.notify()  # a contribution without blocks to step advances a clock
-        if self._context.writer.begin_if_due(committed.number):
+        self.shard.version = self.schedule.applied  # needed here if all blocks of the contribution are frozen
+        await self.waits.notify()  # a contribution without blocks to step advances a clock
+        if self.writer.begin_if_due(committed.number):
             with contextlib.suppress(GradpostError):  # the writer has logged it, or requests get the failure
                 await self._write_snapshot(committed.number)
 
@@ -212,13 +226,13 @@ class QueueExecutor:
 
     async def _drain(self) -> None:
         """Wait until all committed contributions are applied: see `_drained`. The caller has the turn."""
-        async with self._condition:
+        async with self.waits.condition:
             while True:
-                self._context.check_failure()
+                self.check_failure()
                 self._check_blocks_run(self.queues)
-                if self.is_idle:
+                if self._is_idle:
                     break
-                await self._condition.wait()
+                await self.waits.condition.wait()
 
     async def wait_for_newest(self, round_: Round, *, is_over: bool) -> Round:
         """Return the number of committed contributions; for a run that `is_over`, at least `round_`."""
@@ -239,32 +253,32 @@ class QueueExecutor:
             if self.schedule.num_committed > number:
                 raise StaleRound(f"round {number} is over", current=self.schedule.num_committed)
             self.schedule.set_committed(number)
-            self._shard.version = number
-            await self._context.write_snapshot()
+            self.shard.version = number
+            await self.write_snapshot()
         except BaseException:
-            self._context.writer.end_named(number)
+            self.writer.end_named(number)
             raise
 
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
-        """Read the shard between two contributions: see `Executor.read_after_round`. Pushes wait meanwhile."""
+        """Read the shard between two contributions: see `Run.read_after_round`. Pushes wait meanwhile."""
         async with self._drained():
             extra = {APPLIED_KEY: str(self.schedule.applied), HISTORY_KEY: self.schedule.copy_history().to_json()}
-            return await self._context.read_now(read, extra)
+            return await self.read_between_updates(read, extra)
 
     async def wait_for_apply(self) -> None:
         """Wait until no contribution is being committed and the compute thread is done with the earlier ones."""
         async with self._turn:
-            await self._compute.run(lambda: None)  # the compute thread runs its jobs in order
+            await self.compute.run(lambda: None)  # the compute thread runs its jobs in order
 
     # ------------------------------------------------------------------ apply
 
     async def open_reads(self) -> None:
         """Begin the queues and the reader of the shard's version, which is complete."""
-        rules, jobs = self._rules, UpdateJobs(self._context, self.schedule)
-        for name in self._shard.layout.place:
+        rules, jobs = self._rules, UpdateJobs(self, self.schedule)
+        for name in self.shard.layout.place:
             self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=jobs.apply)
         self._reader = Reader(
-            self._shard, self._compute, self._context.pool,
+            self.shard, self.compute, self.pool,
             keep_values=rules.compensation == "dc", owns_thread=rules.read_consistency == "none",
         )  # fmt: skip
 
@@ -273,29 +287,29 @@ class QueueExecutor:
     async def get(self, fence: Fence, pull: Pull) -> Reply:
         """Return the newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
 
-        Raises the errors of `RunContext.wait_for`.
+        Raises the errors of `wait_for`.
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        reader: Reader = await self._context.wait_for(pull.wait_seconds, lambda: self._find_reader(fence))
-        self._metrics.barrier_wait.observe(loop.time() - begin)
+        reader: Reader = await self.wait_for(pull.wait_seconds, lambda: self._find_reader(fence))
+        self.metrics.barrier_wait.observe(loop.time() - begin)
         reading = await self._read(reader, fence, pull)
-        self._context.check_fence(fence)
-        self._context.check_member(fence)
+        self.check_fence(fence)
+        self.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, reading.pull)
         return Reply(fence.round, [reading.frame.buffer], memory=reading.frame)
 
     async def _read(self, reader: Reader, fence: Fence, pull: Pull) -> Reading:
         """Read as `read_consistency` says: for `shard` between two contributions, so that all blocks have the same."""
         async with self._drained() if self._rules.read_consistency == "shard" else contextlib.nullcontext():
-            metadata = {**self._context.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
+            metadata = {**self.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
             return await reader.read(pull.names or None, metadata)
 
     def _find_reader(self, fence: Fence) -> Reader | Wait:
-        self._context.check_fence(fence)
-        self._context.check_member(fence)
-        if not self._context.is_readable or self._reader is None:
-            return self._context.describe_wait_for_values()
+        self.check_fence(fence)
+        self.check_member(fence)
+        if not self.is_readable or self._reader is None:
+            return self.describe_wait_for_values()
         if self.schedule.find_missing(fence.rank, fence.round):
             self._check_blocks_run(self.queues)
             return self._describe_wait(fence)
@@ -316,17 +330,24 @@ class QueueExecutor:
             name_trainers(others) or "its own update",
             others,
             f"let trainer {rank} go on after step {step}",
-            pulling.since if others else None,
+            pulling.since if others and not self.schedule.is_paused else None,
             {"clocks": self.schedule.clocks},
         )
 
     # ------------------------------------------------------------------ members and the end
 
-    async def hold_updates(self) -> None:
-        """Return immediately: contributions are applied one by one, and go on."""
+    async def freeze(self) -> FrozenRounds:
+        """Return the open steps at once. Contributions are applied one by one, and go on."""
+        self.check_failure()
+        return self.schedule.freeze().model_copy(update={"is_readable": self.is_readable})
 
-    def install_members(self, membership: Membership) -> None:
+    async def install_members(self, membership: Membership) -> None:
         """Install a set of members: trainers that left are not waited for any more."""
+        self._install(membership)
+        await self.waits.notify()
+
+    def _install(self, membership: Membership) -> None:
+        self.membership = membership
         was_paused = self.schedule.is_paused
         for rank, incarnation in self.schedule.members.items():
             if membership.members.get(rank) != incarnation:
@@ -335,27 +356,29 @@ class QueueExecutor:
         self.schedule.install_members(membership)
         if was_paused:
             self._pulling.clear()  # the round time-outs of these pulls begin again
-            self._context.wait_clock.stop()
+            self.waits.since = None
 
-    async def end_when_applied(self, reason: GradpostError) -> None:
+    async def end_when_applied(self, reason: GradpostError) -> bool:
         """End the run once all committed contributions are applied, so that the last checkpoint contains them.
 
         The run may have failed before, with an intact shard.
         """
 
         def is_over() -> bool:
-            return self.is_idle or not all(queue.is_working for queue in self.queues.values())
+            return self._is_idle or not all(queue.is_working for queue in self.queues.values())
 
         async with self._turn:
-            async with self._condition:
-                await self._condition.wait_for(is_over)
+            async with self.waits.condition:
+                await self.waits.condition.wait_for(is_over)
             await self.end(reason)
+        await self.wait_for_apply()
+        return self._is_idle
 
     async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
-        """End every wait, and the queues unless `Run.stop` may still persist their updates: see `Executor.end`."""
+        """End every wait, and the queues unless `stop` may still persist their updates: see `Run.end`."""
         if not isinstance(reason, ENDS_WITH_INTACT_SHARDS):
             for queue in self.queues.values():
                 queue.close()
         if self._reader is not None:
             self._reader.close()
-        await self._context.end_waits(reason, is_failure=is_failure)
+        await super().end(reason, is_failure=is_failure)

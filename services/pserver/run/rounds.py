@@ -24,8 +24,8 @@ from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ...shard.history import History
-from ..staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
+from ..shard.history import History
+from .staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Searches for trainers that push the same gradients, or none of a parameter: most likely an error of the script."""
+"""Warnings about contributions that most likely show an error of the script: different, equal or absent ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,60 @@ from itertools import combinations
 
 import xxhash
 
+from ps_protocol.optimizers import find_difference
 from ps_protocol.vocabulary import Rank
+from services.runtime.logs import get_logger
 
-from ...shard.layout import ShardLayout
-from ...shard.tensors import StagedBlock
+from ..shard.layout import ShardLayout
+from ..shard.tensors import StagedBlock
 from .rounds import Apply
+
+log = get_logger()
 
 MAX_ROUNDS = 10
 SAMPLE_BYTES = 1 << 14  # of each contribution are compared, on the event loop: 64 contributions take 1 ms
 MIN_BYTES = 64  # of each block in it
+
+
+class ScriptWarnings:
+    """The warnings of one pserver, each logged once. Pserver 0 alone `reports_all`, since every pserver sees some."""
+
+    def __init__(self, layout: ShardLayout, *, reports_all: bool) -> None:
+        self._layout = layout
+        self._reports_all = reports_all
+        self._has_named_difference = False
+        self._equal = EqualGradients()
+        self._absent = AbsentGradients(layout)
+
+    def check_round(self, apply: Apply[StagedBlock]) -> int:
+        """Warn about the contributions of a round. Returns how many have other hyperparameters than the lowest rank."""
+        others = [
+            (rank, contribution.hyper_parameters)
+            for rank, contribution in zip(apply.ranks, apply.contributions, strict=True)
+            if contribution.hyper_parameters != apply.hyper_parameters
+        ]
+        if others and self._reports_all and not self._has_named_difference:
+            self._has_named_difference = True
+            rank, hyper_parameters = others[0]
+            name, used, ignored = find_difference(apply.hyper_parameters, hyper_parameters)
+            log.warning(
+                f"{name} is {used} on trainer {apply.ranks[0]} and {ignored} on trainer {rank}, and all step "
+                f"with that of trainer {apply.ranks[0]}. Set the same on all trainers"
+            )
+        if (found := self._absent.find(apply)) is not None:
+            rank, name = found
+            log.warning(
+                f"trainer {rank} has sent no gradient of {self._layout.place[name].block.parameter!r} in "
+                f"{MAX_ROUNDS} rounds in which others had one: it is frozen on this trainer, or not used by its part "
+                "of the model. The mean counts zeros for it; if that is not intended, freeze it on all trainers or on "
+                "none"
+            )
+        if self._reports_all and (ranks := self._equal.find(apply)) is not None:
+            log.warning(
+                f"trainers {ranks[0]} and {ranks[1]} push the same gradients: does each read its own part of the data? "
+                "(torch.utils.data.DistributedSampler)"
+            )
+        return len(others)
 
 
 class EqualGradients:

@@ -12,9 +12,9 @@ from ps_protocol.errors import StaleRound
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.compute import ComputeExecutor
 
-from ...shard.bodies import BufferPool
-from ...shard.reply import FrameCopy
-from ...shard.shard import Shard
+from ..shard.bodies import BufferPool
+from ..shard.reply import FrameCopy
+from ..shard.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ...shard.history import History
-from ..staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
+from ..shard.history import History
+from .staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""The asynchronous modes: clocks, their executor, its queues and pulls."""

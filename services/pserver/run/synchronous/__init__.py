@@ -1,1 +1,0 @@
-"""The synchronous mode: rounds, their executor and its tensor work."""
