@@ -31,6 +31,7 @@ from .state.cluster import Cluster
 
 log = get_logger()
 
+PERIOD_SECONDS = 0.5  # between two looks at the clock, or a quarter of a lease
 RETRY_SECONDS = 0.2
 
 
@@ -96,10 +97,17 @@ class Coordinator(Shell):
             self.file.unlock()
 
     async def _look_at_clock(self) -> None:
+        period, due = min(PERIOD_SECONDS, self.settings.lease_seconds / 4), self.now()
         while True:
-            self.changed()
+            if (paused := self.now() - due) > self.settings.lease_seconds / 2:
+                # This process was stopped (SIGSTOP, a paused machine), so the silence was its own.
+                log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
+                self.cluster.renew_leases(self.now())
+            self.cluster.tick(self.now())
             self.failover.suspect_lost()
-            await asyncio.sleep(self.period)
+            self.changed()
+            due = self.now() + period
+            await asyncio.sleep(period)
 
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
         logged, seen = "", -1

@@ -25,7 +25,6 @@ from .state.pservers import PserverMember
 log = get_logger()
 
 TIMEOUT_SECONDS = 5.0  # for the answer of a pserver
-PERIOD_SECONDS = 0.5  # between two looks at the clock, or a quarter of a lease
 
 NO_ANSWER = (httpx.HTTPError, GradpostError, ValueError)  # silence, a refusal, and the page of a proxy
 
@@ -40,8 +39,6 @@ class Shell:
         self.file = RecordFile(settings.state_dir)
         self.listeners: list[Callable[[], None]] = []  # called after each change, before another one can hide it
         self.num_changes = 0
-        self.period = min(PERIOD_SECONDS, settings.lease_seconds / 4)
-        self._looked_at: float | None = None  # when `changed` was called last
         self._news = asyncio.Event()  # replaced whenever it is set
         self._persist_lock = asyncio.Lock()
         self._failing_since: float | None = None  # since when writing has failed
@@ -55,15 +52,8 @@ class Shell:
     # ------------------------------------------------------------------ changes
 
     def changed(self) -> None:
-        """Act on a change of the cluster or on the time, and wake all tasks that wait for a change."""
-        now = self.now()
-        paused = now - (now if self._looked_at is None else self._looked_at) - self.period
-        if paused > self.settings.lease_seconds / 2:
-            # This process was stopped (SIGSTOP, a paused machine), so the silence was its own.
-            log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
-            self.cluster.renew_leases(now)
-        self._looked_at = now
-        self.cluster.tick(now)
+        """Act on a change of the cluster, and wake all tasks that wait for one."""
+        self.cluster.start_run_if_complete(self.now())
         self.num_changes += 1
         self.notify()
 

@@ -373,7 +373,7 @@ class Cluster:
         """The round of each pserver; with strategy ring the newest round of the trainers."""
         return list_rounds(self.run, self.registry)
 
-    def _start_run_if_complete(self, now: float) -> None:
+    def start_run_if_complete(self, now: float) -> None:
         """Make the plan once all members are present. It must then be installed."""
         record = self.run.record
         if record.state != "gathering" or record.plan is not None:
@@ -407,14 +407,10 @@ class Cluster:
             self.run = self.run.with_report(rank, seen_at=now)
 
     def tick(self, now: float) -> None:
-        """Act on the time, and on the last member that a run has waited for: the only place that does."""
+        """Act on the time: resume a restored run, or act on expired leases and time-outs."""
         self._resume_if_due(now)
-        if self.resume_at is None:
-            self._expire(now)
-            self._start_run_if_complete(now)
-
-    def _expire(self, now: float) -> None:
-        """Act on expired leases and time-outs."""
+        if self.resume_at is not None:
+            return
         self.standbys = self.standbys.expire(now, self.lease_seconds)
         self.registry = self.registry.expire(now)
         self._note_missing_pservers(now)

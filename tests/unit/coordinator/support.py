@@ -120,7 +120,7 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
     for index in range(cluster.registry.num_pservers):
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)
-    cluster.tick(now)
+    cluster.start_run_if_complete(now)
     assert cluster.run.record.plan is not None
     cluster.run = cluster.run.begin_training(now)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)

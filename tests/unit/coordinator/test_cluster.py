@@ -125,7 +125,7 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
 @pytest.mark.parametrize("trainers_first", [False, True])
 def test_a_run_starts_once_in_any_order(trainers_first):
     cluster = make_cluster()
-    cluster.tick(0)
+    cluster.start_run_if_complete(0)
     if trainers_first:
         join_all(cluster)
     for index in (0, 1):
@@ -133,10 +133,10 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     if not trainers_first:
         join_all(cluster)
     assert cluster.plan_ready(0, 1) is None
-    cluster.tick(0)
+    cluster.start_run_if_complete(0)
     plan = cluster.run.record.plan
     assert plan is not None
-    cluster.tick(0)
+    cluster.start_run_if_complete(0)
     assert cluster.run.record.plan is plan
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
     cluster.run = cluster.run.begin_training(0)
@@ -162,7 +162,7 @@ def test_a_cluster_names_what_it_waits_for():
         rank = cluster.join_trainer(joining(name), 20).rank
         cluster.declare_model(rank, model(cluster.run.record.trainers[rank].incarnation), 0.0)
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.tick(0)
+    cluster.start_run_if_complete(0)
     assert cluster.run.record.plan is not None
     assert cluster.waiting_for == ["the pservers to install the plan"]
     cluster.run = cluster.run.begin_training(20)

@@ -175,7 +175,7 @@ def test_before_the_start_trainers_keep_their_places(tmp_path):
     after.declare_model(1, model(), 0.0)  # a retry, whose first response was lost
     for index in (0, 1):
         after.register_pserver(registration(str(index), index=index), RESTART + 1)
-    after.tick(RESTART + 1)
+    after.start_run_if_complete(RESTART + 1)
     assert after.run.record.plan is not None
 
 
@@ -198,7 +198,7 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     join_all(before)
     for index in (0, 1):
         before.register_pserver(registration(str(index), index=index), 0.0)
-    before.tick(0)
+    before.start_run_if_complete(0)
     assert before.run.record.plan is not None
     change_record(before, base_round=20, source="run0")
     after = resumed(resuming(before, tmp_path))

@@ -37,7 +37,7 @@ async def planned(folder: Path, **settings: Any) -> Run:
     """Return a run whose plan was made and recorded."""
     coordinator = await restored(folder, **settings)
     begin(coordinator)
-    coordinator.cluster.tick(0)
+    coordinator.cluster.start_run_if_complete(0)
     assert coordinator.cluster.run.record.plan is not None
     await coordinator.persist()
     return coordinator.cluster.run
@@ -144,7 +144,7 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
         coordinator = await restored(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
-    coordinator.cluster.tick(0)
+    coordinator.cluster.start_run_if_complete(0)
     assert coordinator.cluster.run.record.plan is not None
     installed = make_installation(coordinator.cluster, 0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)

@@ -31,7 +31,7 @@ def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
 def begin(cluster: Cluster, now: float = 0.0) -> None:
     for rank in range(cluster.run.settings.num_trainers):
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
-    cluster.tick(now)
+    cluster.start_run_if_complete(now)
     assert cluster.run.record.plan is not None
     cluster.run = cluster.run.begin_training(now)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)

@@ -31,7 +31,7 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
     for rank, metrics_address in enumerate(trainers):
         answer = cluster.join_trainer(joining(f"trainer {rank}", rank=rank, metrics_address=metrics_address), 0)
         cluster.declare_model(rank, model(answer.incarnation, answer.run), 0.0)
-    cluster.tick(0)
+    cluster.start_run_if_complete(0)
     assert cluster.run.record.plan is not None
     cluster.run = cluster.run.begin_training(0)
     cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
