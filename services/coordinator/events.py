@@ -12,7 +12,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,13 +20,12 @@ from typing import Any, Literal, TypeAlias
 from pydantic import Field, ValidationError
 
 from ps_protocol.fields import Message
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Round
 from services.runtime.logs import get_logger
 from services.runtime.storage import sync_folder
 
 from .state.cluster import Cluster
-from .state.pservers import PserverMember
-from .state.record import TrainerRecord
+from .state.pservers import PserverMember, PserverRegistry
 from .state.replicas import Replica, Replicas
 from .state.run import Run
 
@@ -37,6 +36,7 @@ MAX_EVENTS = 1000
 EARLY_ROUNDS = 5  # of the others, after which the end of a trainer is reported as early
 
 EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpoint", "change"]
+Change: TypeAlias = tuple[EventKind, str, dict[str, Any]]  # the fields of its event
 
 
 class Event(Message):
@@ -58,9 +58,7 @@ class Events:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._events: list[Event] = []
-        self._run: Run | None = None  # as of the last call, like `_pservers`
-        self._pservers: Mapping[PserverIndex, PserverMember] = {}
-        self._replicas: Mapping[PserverIndex, Replicas] = {}
+        self._seen: tuple[Run, PserverRegistry] | None = None  # by the last call of `detect_changes`
 
     @property
     def newest_id(self) -> int:
@@ -120,80 +118,63 @@ class Events:
 
     def detect_changes(self, cluster: Cluster) -> None:
         """Add the changes since the last call."""
-        run, last = cluster.run, self._run
-        self._run = run
-        before = last if last is not None and cluster.is_current(last) else None
-        for kind, text, facts in self._changes(cluster, last, before):
+        last, self._seen = self._seen, (cluster.run, cluster.registry)
+        for kind, text, facts in _list_changes(last, *self._seen):
             self.add(cluster, kind, text, **facts)
-            if facts.get("state") in ("lost", "failed") and kind == "trainer":
+            if kind == "trainer" and facts["state"] in ("lost", "failed"):
                 log.info(text, trainer=facts["trainer"])
-        for rank in [] if before is None else _find_early_ends(before, run):
-            left = f"{len(run.record.members)} of {len(run.record.trainers)} trainers"
-            verb = "remains" if len(run.record.members) == 1 else "remain"
-            log.warning(f"trainer {rank} is done (round {run.record.trainers[rank].round}); {left} {verb}")
-
-    def _changes(
-        self, cluster: Cluster, last: Run | None, before: Run | None
-    ) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        run, record = cluster.run, cluster.run.record
-        yield from self._changed_pservers(cluster)
-        yield from self._changed_replicas(cluster)
-        yield from _changed_trainers({} if before is None else before.record.trainers, record.trainers)
-        is_new = last is not None or record.state != "gathering"
-        if is_new and (before is None or before.record.state != record.state):
-            why = "" if record.failure is None else f": {record.failure.detail}"
-            yield "run", f"run {record.name} is {record.state}{why}", {"state": record.state}
-        if before is None:
-            return
-        if record.attempt != before.record.attempt:
-            where = "with initial values" if record.base_round is None else f"after round {record.base_round}"
-            why = f": {run.reason}" if run.reason else ""
-            text = f"the run is rolled back and continues {where} (attempt {record.attempt}){why}"
-            yield "rollback", text, {"resume": record.base_round, "attempt": record.attempt, "reason": run.reason}
-        for round_ in sorted(set(run.record.checkpoints) - set(before.record.checkpoints)):
-            yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
-
-    def _changed_pservers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        before, registry = self._pservers, cluster.registry
-        self._pservers = registry.known
-        for index, member in self._pservers.items():
-            known, incarnation, address = before.get(index), member.info.incarnation, member.info.address
-            if known is not None and (known.info.incarnation, known.is_lost) == (incarnation, member.is_lost):
-                continue
-            change = f"at {address} is silent" if member.is_lost else f"has registered at {address}"
-            if not member.is_lost and member.record.promoted_at == incarnation:
-                change = f"is replaced by its standby at {address}"
-            yield "pserver", f"pserver {index} {change}", {"pserver": index, "incarnation": incarnation}
-
-    def _changed_replicas(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-        before, self._replicas = self._replicas, cluster.registry.replicas
-        if before is self._replicas:
-            return
-        for index, replicas in sorted(self._replicas.items()):
-            was_in_sync = before[index].in_sync if index in before else frozenset[Replica]()
-            changes = [(standby, "is in sync") for standby in replicas.in_sync - was_in_sync]
-            lost = was_in_sync - replicas.in_sync - {replicas.leader}  # not if it was promoted
-            changes += [(standby, "is no longer in sync") for standby in lost]
-            for standby, change in sorted(changes):
-                facts = {"pserver": index, "standby": standby, "in_sync": len(replicas.in_sync)}
-                yield "pserver", f"a standby of pserver {index} {change} ({len(replicas.in_sync)} in sync)", facts
+        if last is not None and cluster.is_current(last[0]):
+            _warn_of_early_ends(last[0], cluster.run)
 
 
-def _find_early_ends(before: Run, run: Run) -> list[Rank]:
-    """Return the trainers that are done, if the others have just gone on without them for several rounds."""
+def _warn_of_early_ends(before: Run, run: Run) -> None:
+    """Log trainers that are done, once the others have gone on without them for several rounds."""
     was, now = (max((one.reports[rank].round for rank in one.record.members), default=0) for one in (before, run))
-    done = [trainer for trainer in run.record.trainers.values() if trainer.state == "done"]
-    return [trainer.rank for trainer in done if was <= trainer.round + EARLY_ROUNDS < now]
+    left = f"{len(run.record.members)} of {len(run.record.trainers)} trainers"
+    verb = "remains" if len(run.record.members) == 1 else "remain"
+    for trainer in run.record.trainers.values():
+        if trainer.state == "done" and was <= trainer.round + EARLY_ROUNDS < now:
+            log.warning(f"trainer {trainer.rank} is done (round {trainer.round}); {left} {verb}")
 
 
-def _changed_trainers(
-    before: Mapping[Rank, TrainerRecord], now: Mapping[Rank, TrainerRecord]
-) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
-    for rank, trainer in sorted(now.items()):
-        known, state, incarnation = before.get(rank), trainer.state, trainer.incarnation
-        if known is not None and (known.incarnation, known.state) == (incarnation, state):
-            continue
-        described = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
-        change = f"trainer {rank} {described.get(state, f'has {state}')}"
-        text = change if state in described else trainer.why or change
-        yield "trainer", text, {"trainer": rank, "incarnation": incarnation, "state": state}
+def _list_changes(last: tuple[Run, PserverRegistry] | None, run: Run, registry: PserverRegistry) -> Iterator[Change]:
+    for index, member in registry.known.items():
+        yield from _list_pserver_changes(None if last is None else last[1], registry.replicas[index], member)
+    record, before = run.record, None if last is None or last[0].record.name != run.record.name else last[0].record
+    for trainer in record.trainers.values():
+        known = None if before is None else before.trainers.get(trainer.rank)
+        if known is None or (known.incarnation, known.state) != (trainer.incarnation, trainer.state):
+            described = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
+            change = f"trainer {trainer.rank} {described.get(trainer.state, f'has {trainer.state}')}"
+            text = change if trainer.state in described else trainer.why or change
+            facts = {"trainer": trainer.rank, "incarnation": trainer.incarnation, "state": trainer.state}
+            yield "trainer", text, facts
+    is_new = last is not None or record.state != "gathering"
+    if is_new and (before is None or before.state != record.state):
+        why = "" if record.failure is None else f": {record.failure.detail}"
+        yield "run", f"run {record.name} is {record.state}{why}", {"state": record.state}
+    if before is None:
+        return
+    if record.attempt != before.attempt:
+        where = "with initial values" if record.base_round is None else f"after round {record.base_round}"
+        why = f": {run.reason}" if run.reason else ""
+        text = f"the run is rolled back and continues {where} (attempt {record.attempt}){why}"
+        yield "rollback", text, {"resume": record.base_round, "attempt": record.attempt, "reason": run.reason}
+    for round_ in sorted(set(record.checkpoints) - set(before.checkpoints)):
+        yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
+
+
+def _list_pserver_changes(last: PserverRegistry | None, replicas: Replicas, member: PserverMember) -> Iterator[Change]:
+    index, incarnation, address = member.info.index, member.info.incarnation, member.info.address
+    known = None if last is None else last.known.get(index)
+    if known is None or (known.info.incarnation, known.is_lost) != (incarnation, member.is_lost):
+        change = f"at {address} is silent" if member.is_lost else f"has registered at {address}"
+        if not member.is_lost and member.record.promoted_at == incarnation:
+            change = f"is replaced by its standby at {address}"
+        yield "pserver", f"pserver {index} {change}", {"pserver": index, "incarnation": incarnation}
+    was_in_sync = frozenset[Replica]() if last is None or known is None else last.replicas[index].in_sync
+    changes = dict.fromkeys(replicas.in_sync - was_in_sync, "is in sync")
+    lost = was_in_sync - replicas.in_sync - {replicas.leader}  # not if it was promoted
+    for standby, change in sorted({**changes, **dict.fromkeys(lost, "is no longer in sync")}.items()):
+        facts = {"pserver": index, "standby": standby, "in_sync": len(replicas.in_sync)}
+        yield "pserver", f"a standby of pserver {index} {change} ({len(replicas.in_sync)} in sync)", facts

@@ -35,9 +35,8 @@ from services.runtime.logs import get_logger
 
 from .shell import NO_ANSWER, Shell
 from .state.joining import check_protocol
-from .state.pservers import PserverMember
+from .state.pservers import PserverMember, Standby
 from .state.replicas import Replica, Replicas, choose_leader, judge_registration
-from .state.standbys import Standby
 
 log = get_logger()
 
@@ -80,7 +79,7 @@ class FailOver:
         return cluster.find_required(index, message.incarnation) or RequiredStandbys()  # else the sender is outdated
 
     def _note_standbys(self, replicas: Replicas, index: PserverIndex, seen: SeenStandbys) -> Replicas:
-        joining = self._cluster.standbys.find_successors(index).keys() & seen.connected
+        joining = self._cluster.registry.find_successors(index).keys() & seen.connected
         continues = self._cluster.run.settings.replica_loss == "continue"
         return replicas.note_report(seen.number, seen.connected, seen.caught_up, joining, continues=continues)
 
@@ -124,7 +123,7 @@ class FailOver:
         known = [run.newest_received, *(standby.report.round for standby in members)]
         if member is not None and member.attempt_id == run.record.attempt_id:
             known.append(member.round)
-        silent = replicas.in_sync - cluster.standbys.find_successors(index).keys()
+        silent = replicas.in_sync - cluster.registry.find_successors(index).keys()
         if successor is not None:
             known.append(successor.restored or 0)
             silent |= {successor.instance}
@@ -152,7 +151,7 @@ class FailOver:
     def _list_members(self, index: PserverIndex) -> list[Standby]:
         """Return the living standbys in sync that hold the current attempt, the one with the newest round first."""
         attempt_id, in_sync = self._cluster.run.record.attempt_id, self._cluster.registry.replicas[index].in_sync
-        members = [standby for key, standby in self._cluster.standbys.find_successors(index).items() if key in in_sync]
+        members = [standby for key, standby in self._cluster.registry.find_successors(index).items() if key in in_sync]
         current = [one for one in members if (one.report.run, one.report.attempt) == attempt_id]
         return sorted(current, key=lambda standby: standby.report.round, reverse=True)
 
@@ -181,10 +180,10 @@ class FailOver:
 
     def suspect_ended(self, index: PserverIndex, address: str) -> None:
         """Replace the pserver at an address, whose process has ended; or forget the standby there."""
-        for instance, standby in self._cluster.standbys.members.items():
+        for instance, standby in self._cluster.registry.standbys.items():
             if standby.report.address == address:
                 self._ended.add(instance)
-        self._cluster.standbys = self._cluster.standbys.drop(address)
+        self._cluster.registry = self._cluster.registry.drop_standby(address)
         member = self._cluster.registry.known.get(index)
         if member is not None and member.info.address == address:
             self._ended.add(member.record.instance)
@@ -260,7 +259,7 @@ class FailOver:
         while self._is_to_be_replaced(index, incarnation):
             candidates = self._list_members(index)
             # A standby that was cut off before its promotion reports again.
-            if not candidates and member.record.instance in self._cluster.standbys.members:
+            if not candidates and member.record.instance in self._cluster.registry.standbys:
                 await self._promote(member)
                 return
             for standby in candidates:
@@ -317,7 +316,7 @@ class FailOver:
                     return
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self._cluster.standbys = self._cluster.standbys.drop(member.info.address)
+                self._cluster.registry = self._cluster.registry.drop_standby(member.info.address)
                 log.info("a standby was promoted", pserver=index, incarnation=incarnation)
                 return
 
@@ -326,7 +325,7 @@ class FailOver:
         member = self._cluster.registry.find(index, incarnation)
         if member is None or not member.is_unaware or not self._cluster.serves_run:
             return False
-        return not member.is_lost or member.record.instance in self._cluster.standbys.members
+        return not member.is_lost or member.record.instance in self._cluster.registry.standbys
 
     async def _persist_patiently(self) -> None:
         """Persist the state. Raises StorageFailed after the round time-out."""

@@ -51,10 +51,9 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def status() -> ClusterStatus:
         """Return the state of the cluster and its members, with their newest heartbeats."""
         cluster, now = coordinator.cluster, coordinator.now()
-        standbys = cluster.standbys.describe(now, cluster.registry.replicas)
         overrides = describe_overrides(cluster.run, coordinator.events.after(0))
         process = measure_process()
-        return describe_status(cluster.shown_run, cluster.registry, now, time.time(), process, standbys, overrides)
+        return describe_status(cluster.shown_run, cluster.registry, now, time.time(), process, overrides)
 
     @app.get(routes.OUTPUT, tags=["inspection"])
     async def output(rank: OrdinalText) -> TrainerOutput:

@@ -109,7 +109,7 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     ]
     groups += [
         _group(standby.report.address, role="standby", pserver=str(standby.report.follows))
-        for standby in cluster.standbys.members.values()
+        for standby in cluster.registry.standbys.values()
         if standby.may_lead
     ]
     groups += [

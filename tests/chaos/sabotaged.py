@@ -90,7 +90,7 @@ def break_promotion() -> None:
             self._start(index, incarnation, self._replace_if_silent(index, incarnation))
 
     FailOver.suspect = suspect  # type: ignore[method-assign]
-    FailOver._list_members = lambda self, index: [*self._cluster.standbys.find_successors(index).values()]  # type: ignore
+    FailOver._list_members = lambda self, index: [*self._cluster.registry.find_successors(index).values()]  # type: ignore
     failover.choose_leader = lambda _, num_updates: next(iter(num_updates))
 
 

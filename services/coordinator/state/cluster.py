@@ -41,7 +41,6 @@ from .pservers import PserverRegistry
 from .record import Beginning, ClusterRecord
 from .replicas import Replicas
 from .run import LostRounds, Run
-from .standbys import StandbyRegistry
 from .status import describe_leader, describe_notice, describe_plan, list_rounds, list_waits
 
 log = get_logger()
@@ -66,7 +65,6 @@ class Cluster:
         self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
         self._alternative: Manifest | None = None  # that of a failed run, which is not resumed
         self.persisted: Mapping[PserverIndex, Replicas] = {}  # the replicas on the disk, or earlier ones
-        self.standbys = StandbyRegistry()
         self.resume_at: float | None = None  # when the restored run is resumed, unless a process of it reports before
 
     def is_current(self, run: Run) -> bool:
@@ -203,7 +201,7 @@ class Cluster:
     def report_standby(self, report: ReportStandby, now: float, *, may_lead: bool = True) -> StandbyAnswer:
         """Register a standby or renew its lease, and return the pserver to follow, if it serves the current run.
 
-        Raises Conflict for an index without a pserver, and the errors of `StandbyRegistry.report`.
+        Raises Conflict for an index without a pserver, and the errors of `PserverRegistry.report_standby`.
         """
         check_protocol(report.protocol)
         self.require_pservers()
@@ -213,7 +211,7 @@ class Cluster:
                 f"there is no pserver {report.follows} to follow",
                 code="world_mismatch", expected=f"0 to {registry.num_pservers - 1}", actual=report.follows,
             )  # fmt: skip
-        self.standbys = self.standbys.report(report, now, stop=self.has_ended, may_lead=may_lead)
+        self.registry = self.registry.report_standby(report, now, stop=self.has_ended, may_lead=may_lead)
         leader = describe_leader(self.run, registry, report, may_lead=may_lead)
         return StandbyAnswer(lease_seconds=self.lease_seconds, stop=self.has_ended, exit_code=self.exit_code, **leader)
 
@@ -401,7 +399,7 @@ class Cluster:
 
     def renew_leases(self, now: float) -> None:
         """Renew all leases, after a time in which no heartbeat could be received."""
-        self.registry, self.standbys = self.registry.renew_leases(now), self.standbys.renew_leases(now)
+        self.registry = self.registry.renew_leases(now)
         self.resume_at = None if self.resume_at is None else now + self.lease_seconds
         for rank in self.run.reports:
             self.run = self.run.with_report(rank, seen_at=now)
@@ -411,7 +409,6 @@ class Cluster:
         self._resume_if_due(now)
         if self.resume_at is not None:
             return
-        self.standbys = self.standbys.expire(now, self.lease_seconds)
         self.registry = self.registry.expire(now)
         self._note_missing_pservers(now)
         run = expire_pservers(self.run, self.registry.known.values(), now)
@@ -436,9 +433,10 @@ class Cluster:
 
     @property
     def may_exit(self) -> bool:
-        """True with --exit-when-done once the run is over and all living pservers know it."""
-        has_stopped = all(member.has_stopped for member in self.registry.members.values())
-        return self.exit_when_done and self.run.record.is_deserted and has_stopped and self.standbys.may_exit
+        """True with --exit-when-done once the run is over and all living pservers and standbys know it."""
+        has_stopped = [member.has_stopped for member in self.registry.members.values()]
+        has_stopped += [standby.has_stopped for standby in self.registry.standbys.values()]
+        return self.exit_when_done and self.run.record.is_deserted and all(has_stopped)
 
     @property
     def exit_code(self) -> int:

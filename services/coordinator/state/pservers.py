@@ -1,17 +1,20 @@
-"""The registered pservers: indices, incarnations and leases. Pure: the caller passes the time."""
+"""The registered pservers: indices, incarnations and leases, and the standbys. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Conflict, StalePserver, TryAgain
+from ps_protocol.errors import Conflict, Forbidden, StalePserver, TryAgain
 from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import PserverHeartbeat, PserverInfo
+from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 
 from .record import PserverRecord
 from .replicas import Replica, Replicas
+
+MAX_STANDBYS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,29 @@ class PserverMember:
 
 
 @dataclass(frozen=True, slots=True)
+class Standby:
+    """A standby, which follows a pserver. It is kept in memory only, since it reports again.
+
+    `may_lead`: its token allows what a pserver does. The coordinator sends its own token to the address of a leader.
+    """
+
+    report: ReportStandby
+    seen_at: float  # by the monotonic clock
+    may_lead: bool = True
+    is_asked_to_stop: bool = False
+    has_stopped: bool = False  # knows of the end, and may go on living
+
+
+@dataclass(frozen=True, slots=True)
 class PserverRegistry:
-    """At most `num_pservers` pservers, one for each index."""
+    """At most `num_pservers` pservers, one for each index, and the living standbys."""
 
     num_pservers: int
     lease_seconds: float
     known: Mapping[PserverIndex, PserverMember] = field(default_factory=dict)  # in order of their indices
     incarnations: Mapping[PserverIndex, Incarnation] = field(default_factory=dict)
     replicas: Mapping[PserverIndex, Replicas] = field(default_factory=dict)
+    standbys: Mapping[Replica, Standby] = field(default_factory=dict)
     num_promoted: int = 0  # standbys, in this process
     num_standbys: int = 0  # of each pserver, whose processes have the indices from `num_pservers` on
 
@@ -231,9 +249,10 @@ class PserverRegistry:
         return self._with_member(replace(member, is_asked_to_stop=True, has_stopped=has_stopped))
 
     def renew_leases(self, now: float) -> PserverRegistry:
-        """Renew the leases of all pservers, although none has sent a heartbeat: `was_reachable` starts again."""
+        """Renew all leases, although none has sent a heartbeat: `was_reachable` starts again."""
         renewed = {index: replace(member, seen_at=now, present_since=now) for index, member in self.members.items()}
-        return replace(self, known={**self.known, **renewed})
+        standbys = {instance: replace(standby, seen_at=now) for instance, standby in self.standbys.items()}
+        return replace(self, known={**self.known, **renewed}, standbys=standbys)
 
     def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.
@@ -250,6 +269,36 @@ class PserverRegistry:
         return has_newer_heartbeat and now - since > self.lease_seconds
 
     def expire(self, now: float) -> PserverRegistry:
-        """Note that pservers with an expired lease are lost."""
+        """Note that pservers with an expired lease are lost, and remove standbys with an expired lease."""
         lost = {i: replace(m, is_lost=True) for i, m in self.members.items() if now - m.seen_at > self.lease_seconds}
-        return replace(self, known={**self.known, **lost}) if lost else self
+        standbys = {key: one for key, one in self.standbys.items() if now - one.seen_at <= self.lease_seconds}
+        return replace(self, known={**self.known, **lost}, standbys=standbys)
+
+    # ------------------------------------------------------------------ standbys
+
+    def report_standby(
+        self, report: ReportStandby, now: float, *, stop: bool, may_lead: bool = True
+    ) -> PserverRegistry:
+        """Add a standby, or renew its lease. `stop` is part of the answer.
+
+        A standby knows of the end once it reports again or stops, because an answer may be lost. Raises TryAgain beyond
+        `MAX_STANDBYS`, and Forbidden for a standby that another token has reported.
+        """
+        known = self.standbys.get(report.instance)
+        if known is not None and known.may_lead and not may_lead:
+            raise Forbidden("another token, of scope `admin`, has reported this standby")
+        others = {instance: standby for instance, standby in self.standbys.items() if instance != report.instance}
+        if report.is_stopping:
+            return replace(self, standbys=others)
+        if len(others) >= MAX_STANDBYS:
+            raise TryAgain(f"the limit of {MAX_STANDBYS} standbys is reached", code="overloaded")
+        has_stopped = known is not None and (known.has_stopped or (stop and known.is_asked_to_stop))
+        return replace(self, standbys={**others, report.instance: Standby(report, now, may_lead, stop, has_stopped)})
+
+    def drop_standby(self, address: str) -> PserverRegistry:
+        """Remove the standby at an address, whose process has ended or become a pserver."""
+        return replace(self, standbys={key: one for key, one in self.standbys.items() if one.report.address != address})
+
+    def find_successors(self, index: PserverIndex) -> dict[Replica, Standby]:
+        """Return the standbys of a pserver that may replace it."""
+        return {key: one for key, one in self.standbys.items() if one.report.follows == index and one.may_lead}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ps_config.versions import installed_versions
 from ps_protocol.messages import ClusterStatus, Override, PlanReady, PserverInfo, PserverStatus, TrainerStatus
@@ -11,6 +11,7 @@ from ps_protocol.standbys import ReportStandby, StandbyStatus
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .pservers import PserverRegistry
+from .replicas import Replicas
 from .run import Run
 
 STARTING_SECONDS = 15.0  # in which a process that starts is no loss yet
@@ -123,13 +124,31 @@ def describe_leader(run: Run, registry: PserverRegistry, report: ReportStandby, 
     }
 
 
+def describe_standbys(registry: PserverRegistry, now: float) -> tuple[StandbyStatus, ...]:
+    """Return the standbys for readers, in order of the pservers that they follow."""
+    ordered = sorted(registry.standbys.values(), key=lambda standby: (standby.report.follows, standby.report.address))
+    return tuple(
+        StandbyStatus(
+            **dict(standby.report),
+            heartbeat_age_seconds=now - standby.seen_at,
+            role=_find_role(standby.report, registry.replicas.get(standby.report.follows)),
+        )
+        for standby in ordered
+    )
+
+
+def _find_role(report: ReportStandby, known: Replicas | None) -> Literal["following", "joining", "in_sync"]:
+    if known is None or report.instance not in known.waits_for:
+        return "following"
+    return "in_sync" if report.instance in known.in_sync else "joining"
+
+
 def describe_status(
     run: Run,
     registry: PserverRegistry,
     now: float,
     wall: float,
     process: ProcessFigures | None = None,
-    standbys: tuple[StandbyStatus, ...] = (),
     overrides: tuple[Override, ...] = (),
 ) -> ClusterStatus:
     """Return the state of the cluster. `wall` is the time since 1970 at `now`; `process` is the coordinator's own."""
@@ -174,7 +193,7 @@ def describe_status(
             )
             for rank, trainer in record.trainers.items()
         ),
-        standbys=standbys,
+        standbys=describe_standbys(registry, now),
         overrides=overrides,
         software=Software(**installed_versions()),
         process=process,

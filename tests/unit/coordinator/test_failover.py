@@ -265,7 +265,7 @@ async def test_a_standby_in_sync_replaces_a_dead_pserver() -> None:
         assert (record.leader, record.incarnation, record.in_sync) == ("standby s", 2, {"standby t"})
         texts = [event.text for event in cluster.coordinator.events.after(0)]
         assert "pserver 0 is replaced by its standby at http://s:1" in texts
-        assert [status.address for status in cluster.coordinator.cluster.standbys.describe(0, {})] == ["http://t:1"]
+        assert [one.report.address for one in cluster.coordinator.cluster.registry.standbys.values()] == ["http://t:1"]
 
 
 async def test_a_pserver_that_answers_the_second_probe_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator import failover, reconcile
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.state.cluster import Cluster as State
 from services.coordinator.state.pservers import PserverRegistry
-from services.coordinator.state.standbys import StandbyRegistry
 
 from ...raising import raises_code
 from .coordinating import eventually, heartbeat
@@ -27,6 +27,11 @@ from .support import registration
 from .test_failover import APPLIED, Cluster, hold, restarted, running
 
 LIMIT = 300.0  # the rejoin time-out
+
+
+def forget_standbys(state: State) -> None:
+    """Forget the standbys, as a coordinator that was restarted, or whose standbys are cut off."""
+    state.registry = replace(state.registry, standbys={})
 
 
 # ---------------------------------------------------------------- further indices
@@ -168,7 +173,7 @@ async def test_a_successor_that_was_cut_off_before_its_promotion_is_promoted_whe
         await cluster.report("s", lost=1, round=APPLIED + 1)  # the first choice
         await eventually(lambda: "s" in cluster.processes.down)
         lose(cluster, present_since=cluster.coordinator.now() + 1)  # it has not sent a heartbeat since
-        cluster.coordinator.cluster.standbys = StandbyRegistry()
+        forget_standbys(cluster.coordinator.cluster)
         for held in (None, hold(cluster.run, 0, APPLIED - 1)):
             with pytest.raises(TryAgain, match="does not report, and may hold updates"):
                 cluster.coordinator.failover.check_registration(
@@ -216,7 +221,7 @@ async def test_a_restarted_pserver_without_a_round_that_another_process_has_does
             await cluster.report("s", round=APPLIED + 3)
         else:
             heartbeat(cluster.coordinator, 0, APPLIED + 1)
-            cluster.coordinator.cluster.standbys = StandbyRegistry()
+            forget_standbys(cluster.coordinator.cluster)
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
         with pytest.raises(TryAgain, match="does not hold all" if holder == "member" else "does not report, and may"):
             await cluster.send(routes.REGISTER_PSERVER, request)
@@ -238,7 +243,7 @@ async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_re
         registry = cluster.coordinator.cluster.registry
         member = replace(registry.members[0], is_restored=True)
         cluster.coordinator.cluster.registry = replace(registry, known={**registry.known, 0: member})
-        cluster.coordinator.cluster.standbys = StandbyRegistry()
+        forget_standbys(cluster.coordinator.cluster)
         request = registration("new", index=0, previous=1, held=hold(cluster.run, 0))
         with pytest.raises(TryAgain, match="does not report"):
             await cluster.send(routes.REGISTER_PSERVER, request)
@@ -253,7 +258,7 @@ async def test_a_restarted_pserver_with_less_waits_for_a_silent_member(is_empty:
     async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
         await cluster.join("s")
         cluster.processes.down.add("0")
-        cluster.coordinator.cluster.standbys = StandbyRegistry()
+        forget_standbys(cluster.coordinator.cluster)
         held = None if is_empty else hold(cluster.run, 0, 3)
         request = registration("new", index=0, previous=0 if is_empty else 1, held=held)
         with pytest.raises(TryAgain, match="does not report, and may hold updates"):
@@ -269,7 +274,7 @@ async def test_a_restarted_pserver_with_less_waits_for_no_member_that_has_ended_
         await cluster.join("s", "t")
         failover, state = cluster.coordinator.failover, cluster.coordinator.cluster
         failover.suspect_ended(0, "http://s:1")
-        state.standbys = StandbyRegistry()
+        forget_standbys(state)
         request = registration("new", index=0, previous=0)
         with pytest.raises(TryAgain, match="does not report"):
             failover.check_registration(request)

@@ -18,8 +18,8 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings
-from services.coordinator.state import standbys
-from services.coordinator.state.standbys import StandbyRegistry
+from services.coordinator.state import pservers
+from services.coordinator.state.pservers import PserverRegistry
 from services.runtime.metrics import ServiceMetrics
 
 from .support import LEASE, beat, change_record, make_cluster, train
@@ -61,7 +61,7 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.registry = StandbyRegistry()
+        self.registry = PserverRegistry(1, LEASE)
         self.now = 0.0
         self.seen: dict[str, float] = {}
         self.knows: dict[str, int] = {}  # the number of answers with `stop` that a later report has confirmed
@@ -69,7 +69,7 @@ class Leases(RuleBasedStateMachine):
     @rule(instance=st.sampled_from("abc"), stop=st.booleans(), is_stopping=st.booleans())
     def send_report(self, instance: str, stop: bool, is_stopping: bool) -> None:
         message = report(instance, is_stopping=is_stopping)
-        self.registry = self.registry.report(message, self.now, stop=stop)
+        self.registry = self.registry.report_standby(message, self.now, stop=stop)
         if is_stopping:
             self.seen.pop(message.instance, None)
             self.knows.pop(message.instance, None)
@@ -83,7 +83,7 @@ class Leases(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 2 * LEASE))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.registry = self.registry.expire(self.now, LEASE)
+        self.registry = self.registry.expire(self.now)
         for instance in [key for key, at in self.seen.items() if self.now - at > LEASE]:
             del self.seen[instance]
             self.knows.pop(instance, None)
@@ -95,8 +95,9 @@ class Leases(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert {key: standby.seen_at for key, standby in self.registry.members.items()} == self.seen
-        assert self.registry.may_exit == all(self.knows.get(key, 0) >= 2 for key in self.seen)
+        assert {key: standby.seen_at for key, standby in self.registry.standbys.items()} == self.seen
+        has_stopped = {key for key, standby in self.registry.standbys.items() if standby.has_stopped}
+        assert has_stopped == {key for key in self.seen if self.knows.get(key, 0) >= 2}
 
 
 TestLeases = Leases.TestCase
@@ -104,11 +105,12 @@ TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 
 def test_the_number_of_standbys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standbys, "MAX_STANDBYS", 2)
-    registry = StandbyRegistry().report(report("a"), 0, stop=False).report(report("b"), 0, stop=False)
-    registry = registry.report(report("a"), 1, stop=False)
+    monkeypatch.setattr(pservers, "MAX_STANDBYS", 2)
+    registry = PserverRegistry(1, LEASE)
+    for instance in "aba":
+        registry = registry.report_standby(report(instance), 0, stop=False)
     with pytest.raises(TryAgain, match="limit"):
-        registry.report(report("c"), 1, stop=False)
+        registry.report_standby(report("c"), 1, stop=False)
 
 
 async def test_the_status_lists_standbys() -> None:
