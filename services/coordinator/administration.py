@@ -255,9 +255,9 @@ class Administration:
             changing = asyncio.create_task(self._carry_out(run, by, action, change, arguments, check), name=action)
             self._changes.add(changing)
             changing.add_done_callback(self._changes.discard)
+            changing.add_done_callback(lambda done: done.cancelled() or done.exception())  # the events have it
             await asyncio.wait({changing}, timeout=WAIT_SECONDS)
             if not changing.done():
-                changing.add_done_callback(lambda done: done.cancelled() or done.exception())  # the events have it
                 text = f"the change is pending after {WAIT_SECONDS:g} s; it applies once all pservers have installed it"
                 raise TryAgain(text, waiting_for=self._cluster.waiting_for)
             return changing.result()

@@ -44,7 +44,6 @@ class Checkpoints:
         self._requested: Round | None = None  # a checkpoint of this or a later round is requested
         self._named: tuple[Round, float] | None = None  # the newest named round, and when
         self._num_failures = 0  # failed attempts in a row
-        self._trouble = ""  # the problem with the place that was logged last
         self._cleaned: object = None  # the state in which the place was cleaned last
 
     async def work(self) -> None:
@@ -199,13 +198,10 @@ class Checkpoints:
         try:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self.place, manifest)
-        except OSError as error:
-            if str(error) != self._trouble:  # each heartbeat tries it again
-                text = "the manifest of a checkpoint could not be written"
-                log.error(text, round=manifest.round, place=self.place.url, error=str(error))
-            self._trouble = str(error)
+        except OSError as error:  # each heartbeat tries it again
+            self._shell.note_problem("the manifest of a checkpoint could not be written", error, place=self.place.url)
             return
-        self._trouble = ""
+        self._shell.note_problem("the manifest of a checkpoint could not be written", None, place=self.place.url)
         reach_failpoint("checkpoint.manifest.after")
         cluster.update(run, lambda newest: newest.add_checkpoint(manifest.attempt, manifest.round))
 

@@ -109,7 +109,7 @@ class FailOver:
         if lost is not None and lost.is_lost and self._is_awaited(lost, request):
             text = f"the newest incarnation of pserver {index} was at {lost.info.address}"
             raise TryAgain(f"{text}; this process has an older state and waits for it")
-        if index in cluster.registry.replicas and self._may_replace():
+        if index in cluster.registry.replicas and cluster.run.record.state != "gathering":
             self._check_members(index, request)
 
     def _check_members(self, index: PserverIndex, request: RegisterPserver) -> None:

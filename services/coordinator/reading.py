@@ -77,13 +77,11 @@ class IncomingFrame:
         self._parts = parts
         self._rest = bytearray(rest)
         self._receive_lock = asyncio.Lock()
-        self._received_at = asyncio.get_running_loop().time()
 
     async def _receive(self) -> bool:
         """Receive the next part. Returns False at the end. Raises httpx.HTTPError."""
         async with self._receive_lock:
             part = await anext(self._parts, None)
-            self._received_at = asyncio.get_running_loop().time()
             self._rest += part or b""
             return part is not None
 
@@ -92,10 +90,9 @@ class IncomingFrame:
         with suppress(httpx.HTTPError):  # the reader gets the error
             while True:
                 await asyncio.sleep(STILL_SECONDS / 2)
-                if asyncio.get_running_loop().time() - self._received_at >= STILL_SECONDS / 2:
-                    for _ in range(PARTS_AT_ONCE):
-                        if not await self._receive():
-                            return
+                for _ in range(PARTS_AT_ONCE):
+                    if not await self._receive():
+                        return
 
     async def read(self, num_bytes: int) -> AsyncIterator[bytes]:
         """Yield the next bytes. Raises TryAgain if the frame ends before."""

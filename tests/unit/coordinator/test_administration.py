@@ -159,23 +159,6 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
 # ---------------------------------------------------------------- pservers that come back without some rounds
 
 
-async def test_a_pserver_that_lost_rounds_causes_a_rollback_though_no_trainer_reported_them() -> None:
-    """All trainers that had pulled them may have died: their next incarnations would train other values."""
-    pservers = FakePservers()
-    async with training(pservers) as coordinator:
-        pservers.short.add("0")
-        pservers.pages += [
-            httpx.Response(502, content=b"<h1>Bad Gateway</h1>"),
-            httpx.Response(502, json={"message": "upstream connect error"}),
-            httpx.Response(200, content=b"?"),
-        ]
-        coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
-        coordinator.cluster.run = coordinator.cluster.run.with_change()
-        coordinator.changed()
-        await eventually(lambda: coordinator.cluster.run.record.attempt == 1)
-        assert coordinator.cluster.run.record.base_round == 4
-
-
 @pytest.mark.parametrize(
     ("reported", "round_", "attempt", "is_rolled_back"),
     [

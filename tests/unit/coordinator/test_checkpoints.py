@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.errors import NotReady, StaleRound, TryAgain
+from ps_protocol.errors import StaleRound, TryAgain
 from ps_protocol.membership import Controls, Membership, WantCheckpoint
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.routes import WANT_CHECKPOINT
@@ -31,7 +31,7 @@ from services.runtime.checkpoints import (
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
-from .coordinating import FakePservers, answering, leave, training
+from .coordinating import FakePservers, answering, training
 from .support import beat, change_record, list_checkpoints, make_cluster, shard_file, train
 
 
@@ -141,15 +141,6 @@ async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one
         assert writers.named == [5, 15]
 
 
-async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
-    async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (cluster, writers, schedule):
-        await schedule.advance()
-        assert writers.named == []
-        async with requesting(cluster, schedule):
-            await schedule.advance()
-        assert writers.named == [7]
-
-
 async def test_a_requested_checkpoint_is_made_once():
     """The heartbeats may be a second old, and the schedule may advance before the request is answered."""
     async with scheduling([6, 6]) as (cluster, writers, schedule):
@@ -187,15 +178,6 @@ async def test_the_last_checkpoint_contains_what_is_applied_after_the_trainers_h
         async with requesting(cluster, schedule):
             await schedule.advance()
         assert (writers.named, writers.are_over) == ([90, 95], [True, True])
-
-
-async def test_a_request_for_a_checkpoint_ends_when_the_run_fails():
-    async with training(on_trainer_loss="fail") as coordinator:
-        made = asyncio.create_task(Administration(coordinator).make_checkpoint("me"))
-        await asyncio.sleep(0.05)
-        leave(coordinator, 1, "failed")
-        with pytest.raises(NotReady, match="no run is training"):
-            await asyncio.wait_for(made, 5)
 
 
 async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypatch):

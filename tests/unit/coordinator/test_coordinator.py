@@ -42,21 +42,6 @@ from .support import alive, beat, joining, leaving, model, registration
 # ---------------------------------------------------------------- changes of pservers
 
 
-async def test_trainers_receive_the_plan_when_every_pserver_has_it():
-    pservers = FakePservers()
-    may_install = pservers.hold("1")
-    async with coordinating(pservers, lease_seconds=30) as coordinator:
-        [trainer, _] = begin(coordinator)
-        waiting = asyncio.create_task(coordinator.wait_for_plan(*trainer, 20))
-        await eventually(lambda: len(pservers.taken["0"]) == 1)
-        assert not waiting.done()
-        assert coordinator.cluster.run.record.state == "gathering"
-        may_install.set()
-        ready = await asyncio.wait_for(waiting, 2)
-        assert [p.index for p in ready.pservers] == [0, 1]
-        assert pservers.told("0") == pservers.told("1") == [("InstallRun", trainer[1], 4)]
-
-
 @pytest.mark.parametrize(
     ("error", "num_installations"),
     [
@@ -106,22 +91,6 @@ async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception,
         with raises_code(failure, match=reason):
             await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
     assert (num_attempts > 1) == isinstance(refusal, TryAgain)
-
-
-async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
-    pservers = FakePservers()
-    async with training(pservers, on_trainer_loss="fail") as coordinator:
-        cluster = coordinator.cluster
-        leave(coordinator, 1, "failed", reason="no data")
-        await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
-        for taken in pservers.taken.values():
-            assert isinstance(taken[1], InstallMembers)
-            assert taken[1].failure["detail"] == "trainer 1 failed: no data"
-        errors = await asyncio.gather(
-            *(coordinator.wait_for_plan(0, cluster.run.record.name, 1, 5) for _ in range(2)), return_exceptions=True
-        )
-        assert [type(e) for e in errors] == [TrainerLost, TrainerLost]
-        assert errors[0] is not errors[1]
 
 
 # ---------------------------------------------------------------- time

@@ -50,7 +50,6 @@ class FakeProcesses(FakePservers):
         self.promoted: dict[str, PserverRegistered] = {}
         self.lose_promotions = 0  # whose answers are lost, after they have had their effect
         self.empty_standbys: set[str] = set()
-        self.previous: int | None = None  # the incarnation of the replicas of standbys, if it is not the newest one
         self.instances = {name: f"standby {name}" for name in standbys}
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -83,7 +82,7 @@ class FakeProcesses(FakePservers):
         message = FenceStandby.model_validate_json(request.content)
         return RegisterPserver(
             protocol=PROTOCOL_VERSION, instance=self.instances[host], address=f"http://{host}:1", http2=True, index=0,
-            previous=self.previous or message.incarnation, held=hold(message.run, message.attempt),
+            previous=message.incarnation, held=hold(message.run, message.attempt),
         )  # fmt: skip
 
 
