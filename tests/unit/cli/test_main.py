@@ -12,7 +12,6 @@ import pytest
 
 from gradpost import main
 from gradpost.output import CommandError, whole_file
-from gradpost.settings import make_options
 from ps_config.environment import SettingsError
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
@@ -59,16 +58,6 @@ def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert "Usage: gradpost" in outcome.stderr
     assert outcome.stderr.splitlines()[-1].startswith("Error: ")
-
-
-def test_the_help_of_up_has_groups_and_every_default(run_command: RunCommand) -> None:
-    text = " ".join(run_command("up", "--help").stdout.split())
-    groups = ["Arguments: COMMAND", "Options: --pservers", "Slice plan: ", "Failures: --max-restarts"]
-    groups += ["Checkpoints and paths: --", "Wire types: --push-type", "Asynchronous modes: --"]
-    places = [text.index(group) for group in groups]
-    assert places == sorted(places)
-    for option in make_options("up"):
-        assert "[default: " in str(option.help), option.name
 
 
 def test_up_refuses_wrong_settings_before_it_starts(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,28 +50,6 @@ def test_flag_over_environment_over_file_over_default(
     assert served[0].model_fields_set == expected.model_fields_set  # nothing was passed that was not given
 
 
-def test_values_of_every_kind(run_command: RunCommand, served: list[ServiceSettings], tmp_path: Path) -> None:
-    pem = Authority(tmp_path).ca
-    flags = (
-        "--host 0.0.0.0 --insecure --port 0 --lease-seconds 2.5 --exit-when-done "
-        f"--no-slice-parameters --tls-ca {pem} --advertise-address http://here:1/ --nonfinite allow"
-    )
-    assert run_command("serve", "coordinator", *flags.split()).exit_code == 5
-    assert served == [
-        CoordinatorSettings(
-            host="0.0.0.0",
-            insecure=True,
-            port=0,
-            lease_seconds=2.5,
-            exit_when_done=True,
-            slice_parameters=False,
-            tls_ca=pem,
-            advertise_address="http://here:1",
-            nonfinite="allow",
-        )
-    ]
-
-
 @pytest.mark.parametrize(
     ("role", "of_no_use"), [("coordinator", {"coordinator", "listen_fd"}), ("pserver", {"lease_seconds", "listen_fd"})]
 )

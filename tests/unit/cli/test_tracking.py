@@ -85,16 +85,6 @@ def test_a_curve_that_goes_back(accumulator: Any, export: Export, tmp_path: Path
     assert export.num_points == 6
 
 
-def test_parameters_that_go_back(accumulator: Any, export: Export, tmp_path: Path) -> None:
-    for version in (5, 7, 7):
-        export.add_parameters([statistics("a", version + 1), statistics("b", version)])
-    export.add_parameters([statistics("b", 6), statistics("a", 6)])
-    export.flush()
-    place = tmp_path / "5f0c" / "parameters"
-    assert written(accumulator, place, "norm/a") == [(6, 6.0)]  # of the round of the rollback
-    assert written(accumulator, place, "norm/b") == [(5, 5.0), (6, 6.0)]
-
-
 def test_another_run_is_a_tracker_run_of_its_own(accumulator: Any, export: Export, tmp_path: Path) -> None:
     export.add_curves(curve((3, 12.0, 2.0)))
     export.add_parameters([statistics("a", 3)])
@@ -179,13 +169,3 @@ def test_wandb_has_the_run_its_settings_and_its_metrics(num_trainers: int, prefi
     [file] = tmp_path.rglob("*.wandb")
     for text in ("gradpost", "5f0c", "num_pservers", f"{prefix}loss", f"{prefix}top-5 (%)", "norm/w"):
         assert text.encode() in file.read_bytes()
-
-
-@pytest.mark.extended
-def test_wandb_without_an_account_names_the_offline_mode(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="pip install '.[wandb]'")
-    home = str(tmp_path)  # without ~/.netrc
-    outcome = export_with("wandb", "finished", WANDB_MODE="online", WANDB_API_KEY="", WANDB_DIR=home, HOME=home)
-    assert outcome.exit_code == 1
-    assert outcome.stderr.startswith("gradpost: error: W&B refuses the run: ")
-    assert outcome.stderr.endswith(". To write local files instead, set WANDB_MODE=offline\n")

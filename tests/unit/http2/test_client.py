@@ -10,15 +10,10 @@ import pytest
 from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
-from ps_config.certificates import TlsFiles
 from ps_http2 import frames
-from ps_http2.asgi import receive_into
-from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
+from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION
 from ps_http2.frames import ErrorCode, pack
-from services.runtime.app import add_raw_route
 
-from ..protocol.test_certificates import Authority
-from ..runtime.support import Sample, running
 from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, serving, until, writing
 from .support import Collector
 
@@ -121,16 +116,6 @@ async def test_requests_beyond_the_servers_limit_wait(client: httpx.AsyncClient)
         responses = await asyncio.gather(*(ask(client, address) for _ in range(11)))
     assert [response.status_code for response in responses] == [200] * 11
     assert most == 2
-
-
-@pytest.mark.parametrize(("method", "status"), [("HEAD", b"200"), ("GET", b"304")])
-async def test_a_response_without_a_body_may_have_a_length(
-    method: str, status: bytes, client: httpx.AsyncClient
-) -> None:
-    answer = headers_frame([(b":status", status), (b"content-length", b"7")], end_stream=True)
-    async with serving(writing(answer)) as address:
-        response = await ask(client, address, method)
-    assert (response.status_code, response.headers["content-length"]) == (int(status), "7")
 
 
 # ---------------------------------------------------------------------- errors
@@ -236,73 +221,3 @@ async def test_a_cancelled_request_releases_its_body_and_its_sink(is_answered: b
         assert (await ask(client, address)).status_code == 200  # over the same connection
         assert bytes(sink.memory) == (b"x" * 50 if is_answered else bytes(50)) + bytes(50)
         assert reset[0].error_code == ErrorCode.CANCEL
-
-
-async def test_closing_a_response_releases_its_sink(client: httpx.AsyncClient) -> None:
-    closed = asyncio.Event()
-
-    async def serve(talker: Talker) -> None:
-        await talker.until(RequestReceived)
-        talker.writer.write(headers_frame(OK) + data_frame(b"x" * 50))
-        await closed.wait()
-        talker.writer.write(data_frame(b"y" * 50))
-        await talker.until(StreamReset, 1)
-
-    async with serving(serve) as address:
-        sink = Collector(100)
-        async with client.stream("GET", address, extensions={SINK_EXTENSION: sink}):
-            await asyncio.sleep(0.05)
-        closed.set()
-        await asyncio.sleep(0.05)
-        assert bytes(sink.memory) == b"x" * 50 + bytes(50)
-
-
-async def test_an_error_of_the_sink_is_raised_unchanged(client: httpx.AsyncClient) -> None:
-    class Refusing(Collector):
-        def feed(self, data: memoryview) -> None:
-            raise LookupError("not this")
-
-    codes: list[ErrorCode] = []
-
-    async def serve(talker: Talker) -> None:
-        await talker.until(RequestReceived)
-        talker.writer.write(headers_frame(OK) + data_frame(b"body"))
-        codes.append(await talker.reset_of(1))
-        await talker.until(StreamEnded, 3)
-        talker.h2.send_headers(3, OK, end_stream=True)
-        talker.flush()
-        await talker.hear()
-
-    async with serving(serve) as address:
-        with pytest.raises(LookupError, match="not this"):
-            await ask(client, address, **{SINK_EXTENSION: Refusing()})
-        assert (await ask(client, address)).status_code == 200  # over the same connection
-    assert codes == [ErrorCode.CANCEL]
-
-
-# ---------------------------------------------------------------------- the services' server
-
-
-async def test_large_bodies_are_exchanged_with_our_server_over_tls(authority: Authority) -> None:
-    files = authority.issue("service")
-    body = bytes(range(250)) * 80_000
-    app = Sample().make_app()
-
-    async def echo(scope: Any, receive: Any, send: Any) -> None:
-        buffer, filled, more = memoryview(bytearray(len(body))), 0, True
-        while more:
-            num_bytes, more = await receive_into(buffer[filled:], scope, receive)
-            filled += num_bytes
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": buffer})
-
-    add_raw_route(app, "/echo", echo, methods=["POST"], summary="Echo the body")
-    sink = Collector(len(body))
-    async with (
-        running(app, tls_cert=files.cert, tls_key=files.key) as service,
-        httpx.AsyncClient(transport=Http2Transport(TlsFiles(files.ca))) as client,
-    ):
-        extensions = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
-        response = await ask(client, f"{service.address}/echo", "POST", **extensions)
-    assert response.status_code == 200
-    assert bytes(sink.memory) == body

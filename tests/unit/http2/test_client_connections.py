@@ -10,16 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from h2.events import ConnectionTerminated, RequestReceived, StreamEnded
-from pydantic import TypeAdapter
+from h2.events import RequestReceived, StreamEnded
 
 from ps_config.certificates import TlsFiles
 from ps_http2 import client as http2
 from ps_http2 import frames
 from ps_http2.client import LOCAL_EXTENSION, Http2Transport
 from ps_http2.frames import ErrorCode
-from ps_http2.local_sockets import bind_locally, connect_locally, enlarge_buffer, local_name
-from ps_protocol.fields import LocalName
+from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 
 from ..protocol.test_certificates import Authority
 from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, secure, serving, until, writing
@@ -83,19 +81,6 @@ async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient, m
     with pytest.raises(httpx.ConnectTimeout):
         await ask(client, "http://127.0.0.1:1/")
     assert delay.num_calls == 2
-
-
-async def test_a_cancelled_request_does_not_end_the_connection_attempt_of_others(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(answering()) as address:
-        delay = Delay(monkeypatch)
-        cancelled, other = (asyncio.create_task(client.get(address)) for _ in range(2))
-        await until(lambda: delay.num_calls)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        delay.may_connect.set()
-        assert (await other).text == "fine"
 
 
 @pytest.mark.parametrize("answer", [b"", headers_frame(OK) + data_frame(b"x")])
@@ -176,32 +161,6 @@ async def test_a_server_without_http2_or_trust_is_a_connect_error(
             await ask(client, address)
 
 
-async def test_renewed_files_are_used_by_a_new_connection(authority: Authority) -> None:
-    """Requests under way end on the old connection, and an incomplete renewal is ignored."""
-    files = authority.issue("service")
-    mine = authority.issue("client")
-    connections: list[Talker] = []
-
-    async def serve(talker: Talker) -> None:
-        connections.append(talker)
-        await answering()(talker)
-
-    transport = Http2Transport(mine)
-    async with httpx.AsyncClient(transport=transport) as client, serving(serve, tls=secure(files, "h2")) as address:
-        for step in range(4):
-            if step == 1:
-                authority.issue("client", only_cert=True)  # its key is not there yet
-            if step == 2:
-                authority.issue("client")
-            assert (await ask(client, address)).content == b"fine"
-            [origin] = transport._origins.values()
-            assert origin._connection is not None
-            origin._connection.must_check_files = True
-        assert len(connections) == 3
-        goaway = await connections[0].until(ConnectionTerminated)
-        assert (goaway.error_code, goaway.last_stream_id) == (ErrorCode.NO_ERROR, 0)  # servers open no streams
-
-
 # ---------------------------------------------------------------------- Unix sockets
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets need Linux")
@@ -260,26 +219,6 @@ async def test_tls_never_uses_a_unix_socket(local: socket.socket, authority: Aut
         assert await client.ask(address) == TCP
 
 
-@on_linux
-def test_a_unix_socket_has_a_unique_name_that_ends_with_it(local: socket.socket) -> None:
-    name = local_name(local)
-    assert TypeAdapter(LocalName).validate_python(name) == name
-    other = bind_locally()
-    assert other is not None
-    with other:
-        assert local_name(other) != name
-    local.listen(0)
-    with connect_locally(name) as client, socket.socket(socket.AF_UNIX) as plain:
-        enlarge_buffer(plain)
-        sizes = [each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for each in (client, plain)]
-        assert sizes[0] == sizes[1]
-        with pytest.raises(BlockingIOError):  # the listener accepts none, and is not waited for
-            connect_locally(name)
-    local.close()
-    with pytest.raises(ConnectionRefusedError):
-        connect_locally(name)
-
-
 @pytest.mark.parametrize("method", ["__init__", "bind"])
 def test_a_sandbox_may_forbid_unix_sockets(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -287,10 +226,3 @@ def test_a_sandbox_may_forbid_unix_sockets(method: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket.socket, method, refuse, raising=False)
     assert bind_locally() is None
-
-
-def test_other_systems_have_no_abstract_unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert bind_locally() is None
-    with pytest.raises(OSError, match="Linux"):
-        connect_locally("gradpost-" + 32 * "0")

@@ -7,7 +7,6 @@ from itertools import cycle
 
 import pytest
 from h2.events import (
-    DataReceived,
     PingAckReceived,
     PingReceived,
     RemoteSettingsChanged,
@@ -186,42 +185,6 @@ def test_headers_may_take_several_frames_both_ways() -> None:
 # ---------------------------------------------------------------------- windows
 
 
-def test_a_body_larger_than_the_largest_window_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_WINDOW", 2**17 - 1)
-    monkeypatch.setattr(connection_module, "CONNECTION_WINDOW", 200_000)
-    monkeypatch.setattr(End, "keeps_windows_full", False)
-    ours, peer = connect(stream_window=20_000, sink_bytes=1_000_000)
-    [stream] = peer.request(1, end_stream=False)
-    stream.raise_window(1_000_000)
-    peer.run()
-    assert peer.h2.local_flow_control_window(1) == 2**17 - 1
-    rest = PATTERN[:1_000_000]
-    while rest:
-        count = min(len(rest), peer.h2.local_flow_control_window(1), peer.h2.max_outbound_frame_size)
-        assert count, "the window is not restored"
-        peer.send(rest[:count], end_stream=count == len(rest))
-        rest = rest[count:]
-    assert ours.sinks[1].body == PATTERN[:1_000_000]
-    assert 0 < peer.h2.outbound_flow_control_window <= 200_000
-
-
-def test_both_ends_count_the_same_windows() -> None:
-    ours, peer = connect()
-    peer.acknowledges = False
-    [stream] = peer.request(1, end_stream=False)
-    peer.h2.send_data(1, b"x" * 1000, pad_length=99)
-    peer.run()
-    assert peer.h2.local_flow_control_window(1) == min(stream.receive_window, ours._receive_window)
-    stream.send_headers(ANSWER)
-    stream.send_nowait(b"x" * 30_000, end_stream=False)
-    peer.run()
-    assert peer.h2.remote_flow_control_window(1) == stream.send_window == ours._writer.window
-    peer.h2.increment_flow_control_window(500, 1)
-    peer.h2.increment_flow_control_window(700)
-    peer.run()
-    assert (stream.send_window, ours._writer.window) == (36_035, 36_235)
-
-
 def test_the_initial_window_may_change_in_the_middle_of_a_body() -> None:
     _, peer = connect()
     peer.acknowledges = False
@@ -258,21 +221,6 @@ def test_a_stream_without_a_window_does_not_hold_up_the_others() -> None:
 
 
 # ---------------------------------------------------------------------- settings and pings
-
-
-def test_frames_are_as_large_as_the_peer_accepts_now() -> None:
-    _, peer = connect(settings={SettingCodes.MAX_FRAME_SIZE: 40_000, SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20})
-    peer.h2.increment_flow_control_window(1 << 20)
-    first, second = peer.request(1, 3)
-    first.send_headers(ANSWER)
-    first.send_nowait(PATTERN[:50_000])
-    peer.run()
-    peer.h2.update_settings({SettingCodes.MAX_FRAME_SIZE: 16_384})
-    peer.run()
-    second.send_headers(ANSWER)
-    second.send_nowait(PATTERN[:20_000])
-    peer.run()
-    assert [len(event.data) for event in peer.of(DataReceived)] == [40_000, 10_000, 16_384, 3616]
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096, 1 << 20])
@@ -374,11 +322,3 @@ async def test_a_connection_that_does_not_close_is_aborted(monkeypatch: pytest.M
     feed(ours, frames.pack(frames.PING, 0, 0, bytes(8)))  # instead of SETTINGS
     await asyncio.wait_for(aborted.wait(), 5)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-def test_the_repr_shows_the_state() -> None:
-    ours, peer = connect()
-    peer.request(1)
-    peer.request(3, end_stream=False)
-    assert repr(ours) == f"<End [2 streams | {ours.received_bytes} bytes received]>"
-    assert repr(ours.all_streams[1]) == "<Stream 1 [closed, open | 0 bytes received]>"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
-import weakref
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -18,10 +15,7 @@ from ps_http2 import server as http2_server
 from ps_http2.asgi import read_scope
 from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.local_sockets import connect_locally, enlarge_buffer, local_name
-from ps_http2.server import MAX_RESETS
 from ps_http2.stream import Headers, content_length
-from services.runtime.app import add_raw_route
-from services.runtime.logs import configure_logs
 
 from ..runtime.support import Sample, running
 from .conftest import BUFFER_BYTES, LARGE, Served
@@ -95,21 +89,6 @@ async def test_a_token_is_needed_on_a_unix_socket_too(local: socket.socket, tmp_
                 assert await caller.status([*get(b"/metrics"), *headers]) == status
 
 
-async def test_closed_connections_are_released(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ps_http2.connection.CLOSE_SECONDS", 0.05)
-    for sent in (b"", pack(frames.PING, 0, 1, bytes(8)), pack(frames.HEADERS, frames.END_HEADERS, 3, b"\xff\xff")):
-        async with await service.connect() as caller:
-            await caller.status()
-            caller.write(sent)
-            if sent:
-                await caller.end()
-    connections = [weakref.ref(each) for each in service.connections]
-    service.connections.clear()
-    await asyncio.sleep(0.2)
-    gc.collect()
-    assert [each() for each in connections] == [None] * 3
-
-
 # ---------------------------------------------------------------------- responses
 
 
@@ -147,14 +126,6 @@ async def test_the_rest_of_a_refused_body_is_discarded(caller: Caller) -> None:
     assert caller.of(StreamReset) == []
 
 
-async def test_clients_may_reset_answered_streams_without_a_limit(caller: Caller) -> None:
-    for _ in range(MAX_RESETS + 20):
-        number = caller.ask(post(b"/raw-refusal"), end_stream=False)
-        await caller.body(number)
-        caller.reset(number)
-    assert await caller.status() == 200
-
-
 async def test_a_request_in_flight_is_answered_when_the_service_stops(service: Served) -> None:
     caller = await service.connect()
     caller.ask(get(b"/slow"))
@@ -179,19 +150,6 @@ async def test_the_application_receives_the_disconnect_of_its_client(path: bytes
     assert service.ended == ["http.disconnect"]
 
 
-async def test_a_reset_before_the_response_is_no_error(
-    service: Served, caller: Caller, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure_logs("sample", "json")
-    number = caller.ask(get(b"/slow"))
-    await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
-    caller.reset(number)
-    await asyncio.sleep(0.1)
-    service.sample.slow_ends.set()
-    await asyncio.sleep(0.1)
-    assert '"level": "error"' not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("is_abrupt", [False, True])
 async def test_a_client_may_leave_during_the_response(is_abrupt: bool, service: Served) -> None:
     async with await service.connect() as caller:
@@ -204,40 +162,6 @@ async def test_a_client_may_leave_during_the_response(is_abrupt: bool, service: 
             assert await caller.status() == 200
     await until(lambda: service.ended)
     assert not service.connections[0]._writer.is_in_frame
-
-
-async def test_unsent_parts_are_released_at_once_when_the_client_leaves() -> None:
-    """They are large, so they must not wait for a garbage collection."""
-
-    class Part(bytearray):  # which weak references accept
-        pass
-
-    parts: list[weakref.ref[Part]] = []
-    begun, done = asyncio.Event(), asyncio.Event()
-    app = Sample().make_app()
-
-    async def reply(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(3):
-            part = Part(MIB)
-            parts.append(weakref.ref(part))
-            begun.set()
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        done.set()
-
-    add_raw_route(app, "/parts", reply, methods=["GET"], summary="Parts")
-    gc.disable()
-    try:
-        async with running(app) as server:
-            caller = await connect(server.address, widens=False)
-            caller.ask(get(b"/parts"))
-            await asyncio.wait_for(begun.wait(), 5)
-            caller.writer.close()
-            await asyncio.wait_for(done.wait(), 5)
-            await asyncio.sleep(0.1)
-            assert [part() for part in parts] == [None] * 3
-    finally:
-        gc.enable()
 
 
 # ---------------------------------------------------------------------- request bodies

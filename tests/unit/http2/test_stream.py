@@ -16,7 +16,7 @@ from ps_http2 import connection as connection_module
 from ps_http2 import frames
 from ps_http2 import writer as writer_module
 from ps_http2.frames import ErrorCode
-from ps_http2.stream import MIN_WINDOW_BYTES, BodyReader, Stream, StreamResetError
+from ps_http2.stream import BodyReader, Stream, StreamResetError
 
 from .support import ANSWER, REQUEST, End, FakeTransport, Peer, connect, feed, parse
 
@@ -117,17 +117,6 @@ async def test_a_cancelled_reader_no_longer_writes_to_its_buffer(received: tuple
     assert await reader.read() == (b"12345", False)
 
 
-async def test_reading_without_a_buffer_has_a_small_window(received: tuple[BodyReader, Peer]) -> None:
-    reader, peer = received
-    peer.send(bytes(10_000))
-    assert await reader.read() == (bytes(10_000), True)
-    reading = await start(reader.read())
-    peer.run()
-    assert peer.h2.local_flow_control_window(1) == MIN_WINDOW_BYTES
-    peer.send(b"", end_stream=True)
-    assert await reading == (b"", False)
-
-
 async def test_a_reset_is_raised_in_all_waiting_tasks(received: tuple[BodyReader, Peer]) -> None:
     reader, peer = received
     waiting = [await start(each) for each in (reader.read(), reader.read_into(memoryview(bytearray(5)), 5))]
@@ -180,15 +169,6 @@ async def test_sending_on_a_reset_stream_raises() -> None:
             await sent
     stream.close()
     assert not peer.of(StreamReset), "it was closed already"
-
-
-async def test_sending_after_the_end_raises() -> None:
-    """Otherwise the sender would wait without a limit."""
-    stream, _ = open_stream(end_stream=True)
-    stream.send_headers(ANSWER)
-    await stream.send(b"12345", end_stream=True)
-    with pytest.raises(StreamResetError, match="ended"):
-        await asyncio.wait_for(stream.send(b"more"), 5)
 
 
 class KeepingTransport(FakeTransport):

@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives import serialization
 
 from ps_config.certificates import (
     CertificateError,
-    FreshContext,
     TlsFiles,
     client_context,
     server_context,
@@ -117,25 +116,6 @@ def test_an_authority_can_be_replaced(authority: Authority, server: ssl.SSLConte
         shake_hands(server, context)
     authority.issue("client")
     assert shake_hands(server, context) == serial(authority.folder / "client.pem")
-
-
-def test_a_context_that_could_not_be_rebuilt_is_rebuilt_later(authority: Authority, server: ssl.SSLContext) -> None:
-    files = authority.issue("client")
-    assert files.cert
-    built: list[ssl.SSLContext] = []
-
-    def build() -> ssl.SSLContext:
-        if len(built) == 1:
-            built.append(built[0])
-            raise OSError("no file descriptors left")
-        built.append(client_context(files))
-        return built[-1]
-
-    context = FreshContext(files, build)
-    authority.issue("client")
-    for _ in range(3):
-        assert shake_hands(server, context) == serial(files.cert)
-    assert len(built) == 3
 
 
 @pytest.mark.parametrize(

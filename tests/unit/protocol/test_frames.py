@@ -15,13 +15,11 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.frames import (
     ALIGNMENT,
     LENGTH_BYTES,
-    TRUSTED_LIMITS,
     Frame,
     FrameLimits,
     TensorEntry,
     encode_header,
     parse_frame,
-    parse_header,
     parse_length,
 )
 from ps_protocol.vocabulary import DTYPE_BYTES
@@ -321,11 +319,3 @@ def parse_or_refuse(body: bytes) -> None:
     theirs = {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in deserialize(body)}
     data = body[frame.data_begin :]
     assert theirs == {t.name: (t.dtype, t.shape, data[t.begin : t.end]) for t in frame.tensors}
-
-
-def test_the_tensors_of_a_large_header_are_parsed_once_and_of_a_huge_one_each_time() -> None:
-    for num_tensors, is_cached in ((4_000, True), (60_000, False)):
-        names = [f"layer.{number:06}.block0" for number in range(num_tensors)]
-        header = encode_header([(name, "F32", (1,)) for name in names])[8:]
-        first, again = (parse_header(header, TRUSTED_LIMITS) for _ in range(2))
-        assert (first.tensors is again.tensors, first) == (is_cached, again)

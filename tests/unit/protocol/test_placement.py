@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.placement import PLACE, SizedName, place_balanced, place_hash, place_round_robin, slice_parameter
+from ps_protocol.placement import PLACE, SizedName, place_balanced, place_hash, slice_parameter
 from ps_protocol.vocabulary import PLACEMENTS, Placement, is_name, is_shape, is_size
 
 from .strategies import all_min_block_sizes, all_num_pservers, few, names
@@ -94,10 +94,3 @@ def test_balanced_is_within_a_third_of_the_best(blocks: list[SizedName], num_pse
     )
     held = loads(blocks, place_balanced(blocks, num_pservers), num_pservers)
     assert 3 * num_pservers * max(held) <= (4 * num_pservers - 1) * best  # (4/3 - 1/(3 M)) * best
-
-
-@few
-@given(st.integers(1, 50), all_num_pservers, st.integers(1, 1000))
-def test_balanced_distributes_equal_blocks_in_turn(num_blocks: int, num_pservers: int, size: int) -> None:
-    blocks = [(f"w.block{i}", size) for i in range(num_blocks)]
-    assert place_balanced(blocks, num_pservers) == place_round_robin(blocks, num_pservers)

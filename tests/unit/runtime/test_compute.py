@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import pytest
 
 from services.runtime.compute import ComputeExecutor
-from services.runtime.logs import configure_logs
 
 
 @pytest.fixture
@@ -50,21 +47,6 @@ async def test_an_exception_that_no_future_takes_hides_nobody_elses_result(execu
         await first
 
 
-async def test_what_was_submitted_in_the_turn_of_the_loop_that_closes_it_is_done(executor: ComputeExecutor) -> None:
-    request = asyncio.create_task(executor.run(abs, -5))
-    asyncio.get_running_loop().call_soon(executor.close)
-    assert await asyncio.wait_for(request, 2) == 5
-
-
-async def test_jobs_do_not_run_on_the_event_loop(executor: ComputeExecutor) -> None:
-    assert await executor.run(threading.get_ident) != threading.get_ident()
-
-
-async def test_exception_reaches_the_caller(executor: ComputeExecutor) -> None:
-    with pytest.raises(ZeroDivisionError):
-        await executor.run(lambda: 1 / 0)
-
-
 async def test_job_outlives_its_cancelled_request_even_if_it_still_queues(executor: ComputeExecutor) -> None:
     gate = threading.Event()
     done: list[str] = []
@@ -79,32 +61,6 @@ async def test_job_outlives_its_cancelled_request_even_if_it_still_queues(execut
     gate.set()
     await executor.run(lambda: None)
     assert (done, executor.num_jobs) == (["queued"], 0)
-
-
-async def test_failure_that_nobody_waits_for_is_logged(
-    executor: ComputeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure_logs("test", "json")
-    gate = threading.Event()
-
-    def fail() -> None:
-        gate.wait(5)
-        raise ZeroDivisionError("in a job")
-
-    request = asyncio.create_task(executor.run(fail))
-    await asyncio.sleep(0)
-    request.cancel()
-    await asyncio.gather(request, return_exceptions=True)
-    gate.set()
-    await executor.run(lambda: None)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "ZeroDivisionError: in a job" in json.loads(line)["exception"]
-
-
-async def test_job_sees_the_requests_context(executor: ComputeExecutor) -> None:
-    variable: ContextVar[str] = ContextVar("variable")
-    variable.set("request")
-    assert await executor.run(variable.get) == "request"
 
 
 async def test_close_waits_for_jobs_and_refuses_more(executor: ComputeExecutor) -> None:

@@ -20,11 +20,6 @@ def disarm() -> Iterator[None]:
     arm_failpoints("")
 
 
-def test_nothing_is_armed_at_first():
-    for name in NAMES:
-        reach_failpoint(name)
-
-
 @pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])
 def test_a_disk_fails_at_the_passage_that_was_named_and_at_no_other(action, number):
     arm_failpoints(f"apply.before={action}@3")
@@ -46,19 +41,6 @@ def test_a_process_is_signalled(monkeypatch, action, number):
     reach_failpoint("freeze.before")
     reach_failpoint("freeze.before")
     assert sent == [number]
-
-
-def test_several_are_armed_and_disarmed_together():
-    armed = parse_failpoints("log.append.before=kill@3,checkpoint.rename=enospc")
-    assert {name: (one.action, one.countdown) for name, one in armed.items()} == {
-        "log.append.before": ("kill", 3),
-        "checkpoint.rename": ("enospc", 1),
-    }
-    arm_failpoints("apply.before=eio")
-    arm_failpoints("apply.after=eio")
-    reach_failpoint("apply.before")
-    with pytest.raises(OSError, match=r"failpoint apply\.after"):
-        reach_failpoint("apply.after")
 
 
 @pytest.mark.parametrize("text", ["apply=kill", "apply.before", "apply.before=explode", "apply.before=kill@soon"])

@@ -6,14 +6,10 @@ import asyncio
 import re
 from typing import Any
 
-import httpx
 import pytest
 
 from services.runtime.app import add_raw_route
-from services.runtime.gate import PART_BYTES
-from services.runtime.http1 import Http1Connection
 
-from ..http2.sockets import until
 from .support import Sample, ask_raw, raw_connection, running
 
 MIB = 1024 * 1024
@@ -139,14 +135,13 @@ async def test_data_after_a_request_waits_for_its_response(following: bytes, ans
 
 
 class Large:
-    """Responses of 50 MiB, in parts and at once, and the number of bytes that the server has taken."""
+    """A response of 50 MiB in parts, and the number of bytes that the server has taken."""
 
     def __init__(self) -> None:
         self.num_taken = 0
         self.begun, self.ended = asyncio.Event(), asyncio.Event()
         self.app = Sample().make_app()
         add_raw_route(self.app, "/parts", self.send_parts, methods=["GET"], summary="In parts")
-        add_raw_route(self.app, "/whole", self.send_whole, methods=["GET"], summary="At once")
 
     async def send_parts(self, scope: Any, receive: Any, send: Any) -> None:
         self.begun.set()
@@ -155,10 +150,6 @@ class Large:
             await send({"type": "http.response.body", "body": bytes(MIB), "more_body": i + 1 < NUM_PARTS})
             self.num_taken += MIB
         self.ended.set()
-
-    async def send_whole(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": bytes(NUM_PARTS * MIB)})
 
 
 async def test_a_response_that_is_not_read_is_held_back_and_aborted() -> None:
@@ -170,31 +161,3 @@ async def test_a_response_that_is_not_read_is_held_back_and_aborted() -> None:
         await asyncio.sleep(0.3)
         assert large.num_taken <= 16 * MIB  # the kernel's buffers included
         await asyncio.wait_for(large.ended.wait(), 10)
-
-
-async def test_a_response_in_one_part_waits_for_its_client_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transport copies two parts at most, and no timer keeps a connection in memory once it has ended."""
-    connections: list[Http1Connection] = []
-
-    class Remembered(Http1Connection):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            connections.append(self)
-
-    monkeypatch.setattr("services.runtime.server.Http1Connection", Remembered)
-    async with running(Large().app) as server:
-        async with httpx.AsyncClient() as client:
-            assert len((await client.get(f"{server.address}/whole")).content) == NUM_PARTS * MIB
-        for path in (b"/whole", b"/healthz"):
-            async with raw_connection(server.address, b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path) as client:
-                await client.read_line()
-                connection = connections[-1]
-                if path == b"/whole":
-                    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-                    await until(lambda: connections[-1].is_sending)
-                    assert connection.transport.get_write_buffer_size() <= 2 * PART_BYTES
-                assert connection._watch is not None
-                client.writer.transport.abort()
-                await until(lambda: connections[-1] not in connections[-1].connections)
-                assert connection._watch._timer is None
-                assert connection.timeout_keep_alive_task is None

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import io
 import json
 import logging
-import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -40,26 +37,6 @@ def test_json_lines_carry_role_facts_and_context(capsys: pytest.CaptureFixture[s
     assert "trainer" not in second
 
 
-def test_other_libraries_speak_through_the_same_renderer_and_only_to_warn(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("pserver", "json", "debug")
-    for name in ("uvicorn.error", "httpx"):
-        logging.getLogger(name).info("chatter")
-    logging.getLogger("httpx").warning("trouble %s", 7)
-    (line,) = json_lines(capsys)
-    assert (line["event"], line["logger"], line["level"], line["role"]) == ("trouble 7", "httpx", "warning", "pserver")
-
-
-def test_warnings_are_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("pserver", "json")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        logging.captureWarnings(False)  # pytest has put its own hook in place since
-        logging.captureWarnings(True)
-        warnings.warn("old tensor", stacklevel=1)
-    (line,) = json_lines(capsys)
-    assert "old tensor" in line["event"]
-
-
 def test_exceptions_are_one_json_line_without_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("pserver", "json")
     secret = "swordfish" * 2
@@ -70,34 +47,6 @@ def test_exceptions_are_one_json_line_without_local_variables(capsys: pytest.Cap
     (line,) = json_lines(capsys)
     assert "ValueError: bad" in line["exception"]
     assert secret not in line["exception"]
-
-
-@pytest.mark.parametrize(("level", "lines"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
-def test_level(level: Any, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("pserver", "json", level)
-    log = get_logger()
-    for write in (log.debug, log.info, log.warning, log.error):
-        write("line")
-    assert len(json_lines(capsys)) == lines
-
-
-def test_console_on_a_terminal_is_coloured_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    configure_logs("pserver")
-    get_logger().info("round applied", round=7)
-    assert "\x1b[" in terminal.getvalue()
-    assert "round applied" in terminal.getvalue()
-    assert len(terminal.getvalue().splitlines()) == 1
-
-
-def test_console_elsewhere_has_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("pserver", "console")
-    get_logger().info("round applied", round=7)
-    line = capsys.readouterr().err
-    assert "\x1b[" not in line
-    assert "round=7" in line
 
 
 FORGED = "no data\n12:00:00 [info     ] members installed\x1b[2A"

@@ -11,13 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.request import urlopen
-
-import pytest
-
-from services.runtime import process
-from services.runtime.process import usable_memory_bytes
 
 SERVICE = """
 import asyncio, atexit, sys, threading
@@ -128,45 +122,3 @@ def test_a_client_that_does_not_take_its_reply_does_not_hold_it() -> None:
             process.communicate(timeout=10)
     assert 0.5 < time.monotonic() - begin < 5
     assert process.returncode == 3
-
-
-# ---------------------------------------------------------------------- memory
-
-
-MEASURE = """
-import resource
-from services.runtime.process import keep_large_buffers
-
-def page_faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
-        bytes(48 << 20) + b"x"  # touches every page, which zeroed memory alone does not
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-default, worked = page_faults(), keep_large_buffers()
-page_faults()
-print(int(worked), default, page_faults())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-def test_large_buffers_are_used_again() -> None:
-    result = subprocess.run([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True)
-    worked, default, kept = map(int, result.stdout.split())
-    if not worked:
-        pytest.skip("the C library is not glibc")
-    assert kept < 100
-    assert default > 20 * kept
-
-
-def test_the_least_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new, old = tmp_path / "new", tmp_path / "old"
-    monkeypatch.setattr(process, "_CGROUP_FILES", (new, old))
-    whole = usable_memory_bytes()  # without any
-    assert whole > 1 << 20
-    new.write_text("max\n")
-    assert usable_memory_bytes() == whole
-    old.write_text("9223372036854771712\n")  # what version 1 says when there is none
-    assert usable_memory_bytes() == whole
-    new.write_text("1048576\n")
-    assert usable_memory_bytes() == 1048576

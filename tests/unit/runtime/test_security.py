@@ -252,18 +252,6 @@ async def test_raw_routes_refuse_what_others_refuse(make_client: Any, refused: s
             assert not sample.metrics.registry.get_sample_value("gradpost_http_requests_total", labels)
 
 
-@pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client, trainer_client])
-async def test_raw_routes_count_as_requests(make_client: Any) -> None:
-    sample = Sample()
-    async with running(sample.make_app(), max_requests=1) as service, make_client() as client, make_client() as other:
-        waiting = asyncio.create_task(other.get(f"{service.address}/slow"))
-        await asyncio.wait_for(sample.slow_begun.wait(), 5)
-        assert await refusal(await client.post(f"{service.address}/raw/fine")) == (503, "overloaded")
-        sample.slow_ends.set()
-        assert (await waiting).status_code == 200
-        assert (await client.post(f"{service.address}/raw/fine")).status_code == 200
-
-
 @pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client])
 async def test_head_is_answered_wherever_get_is(make_client: Any, tokens_dir: Path) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
@@ -310,16 +298,6 @@ async def test_it_is_never_too_late_in_silence() -> None:
 
 
 # ---------------------------------------------------------------------- listening
-
-
-async def test_what_is_left_unprotected_is_said(tokens_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logs("sample", "json")
-    async with running(Sample().make_app(), host="0.0.0.0", insecure=True):
-        assert "every client that reaches this port may do everything" in capsys.readouterr().err
-    async with running(Sample().make_app(), host="0.0.0.0", tokens_dir=tokens_dir):
-        assert "tokens travel unencrypted" in capsys.readouterr().err
-    async with running(Sample().make_app(), tokens_dir=tokens_dir):
-        assert "warning" not in capsys.readouterr().err
 
 
 def test_what_goes_together(tmp_path: Path) -> None:

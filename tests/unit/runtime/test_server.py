@@ -83,16 +83,6 @@ def test_advertised_address_of_every_interface_is_none_of_them(host: str) -> Non
     assert "127.0.0.1" not in address
 
 
-def test_advertised_address_without_a_network_is_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoNetwork(socket.socket):
-        def connect(self, address: object) -> None:
-            raise OSError("network is unreachable")
-
-    monkeypatch.setattr(socket, "socket", NoNetwork)
-    expected = f"http://{socket.gethostname()}:7071"
-    assert advertised_address(ServiceSettings(host="0.0.0.0", insecure=True), 7071) == expected
-
-
 # ---------------------------------------------------------------------- serving
 
 
@@ -105,16 +95,6 @@ async def test_listens_on_every_interface_or_on_ipv6(host: str, hosts: list[str]
         port = running_server.address.rpartition(":")[2]
         for name in hosts:
             assert (await client.get(f"http://{name}:{port}/healthz")).status_code == 200
-
-
-async def test_port_in_use() -> None:
-    sample = Sample()
-    async with running(Sample().make_app()) as first:
-        port = int(first.address.rpartition(":")[2])
-        with pytest.raises(ListenError, match="another process listens there"):
-            async with running(sample.make_app(), port=port):
-                pass
-    assert sample.lifespan == []
 
 
 async def test_stop_lets_a_slow_request_finish() -> None:
@@ -149,19 +129,6 @@ async def test_stop_ends_requests_that_are_held_open(monkeypatch: pytest.MonkeyP
     assert sample.lifespan == ["begin", "end"]
 
 
-async def test_stop_ends_a_request_whose_body_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
-    async with running(Sample().make_app()) as running_server:
-        host, port = running_server.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
-        await asyncio.sleep(0.1)
-        running_server.stop.set()
-        await running_server.task
-        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
-        writer.close()
-
-
 async def test_lifespan_that_fails_is_what_serve_raises() -> None:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -174,14 +141,3 @@ async def test_lifespan_that_fails_is_what_serve_raises() -> None:
     )
     with pytest.raises(ZeroDivisionError, match="no disk"):
         await serve(app, ServiceSettings(), stop=asyncio.Event())
-
-
-async def test_an_error_of_on_started_ends_the_service() -> None:
-    sample = Sample()
-
-    def register(address: str) -> None:
-        raise ZeroDivisionError(address)
-
-    with pytest.raises(ZeroDivisionError, match="http://127"):
-        await serve(sample.make_app(), ServiceSettings(), stop=asyncio.Event(), on_started=register)
-    assert sample.lifespan == ["begin", "end"]

@@ -7,7 +7,6 @@ import pytest
 from pydantic import ValidationError
 
 from ps_config.environment import SettingsError, check_environment
-from ps_protocol.frames import FrameLimits
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.settings import ServiceSettings
 
@@ -17,11 +16,6 @@ def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "gradpost.toml"
     monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(path))
     return path
-
-
-def test_limits_are_those_of_the_protocol() -> None:
-    assert ServiceSettings().frame_limits == FrameLimits()
-    assert ServiceSettings(max_tensors=7).frame_limits == FrameLimits(max_tensors=7)
 
 
 def test_unknown_variable_of_kubernetes_says_the_way_out() -> None:
@@ -55,16 +49,6 @@ def test_unreadable_file_is_named(settings_file: Path, text: str | bytes | None)
         settings_file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingsError, match=r"gradpost\.toml cannot be read"):
         ServiceSettings()
-
-
-def test_unknown_flag_is_refused() -> None:
-    with pytest.raises(ValidationError, match="prot"):
-        ServiceSettings(prot=1)  # type: ignore[call-arg]
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        ServiceSettings().port = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("rules", [{"mode": "async"}, {"mode": "ssp"}, {"max_delay": 1}], ids=str)

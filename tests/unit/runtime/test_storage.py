@@ -7,7 +7,6 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,22 +95,6 @@ def test_files_and_folders_are_deleted(place):
     assert place.list("run/1") == ["b"]
     place.delete("run/1")
     assert place.list("run") == ["2"]
-
-
-def test_a_folder_is_deleted_while_others_delete_files_in_it(tmp_path, monkeypatch):
-    place, names = LocalStorage(tmp_path), ["run/1/a", "run/1/b", "run/1/c"]
-    for name in names:
-        place.write(name, [b"1"])
-    unlink = os.unlink
-
-    def unlink_after_another(path: str, **options: int) -> None:
-        with suppress(FileNotFoundError):
-            unlink(path, **options)
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", unlink_after_another)
-    place.delete("run/1")
-    assert place.list("run") == []
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import structlog
 import torch
 from torch import nn
 
@@ -164,24 +163,6 @@ def test_a_module_may_be_wrapped_or_removed_and_not_replaced(name: str) -> None:
         model[3] = nn.Linear(8, 2)
     with pytest.raises(BadModel, match=f"{refused}.* was replaced in the model"):
         places.check()
-
-
-def test_buffers_that_are_written_differently_are_named_in_order() -> None:
-    model = nn.ParameterDict()
-    for name in "gbfcade":
-        model.register_buffer(name, torch.zeros(1))
-    averages = BufferAverages(model, dict(model.named_buffers()), {})
-    for name, buffer in model.named_buffers():
-        buffer.fill_(name != "a")
-    averages.changed_values()
-    with structlog.testing.capture_logs() as lines:
-        for _ in range(2):
-            averages.warn_of_differences(structlog.get_logger())
-    choice = dict.fromkeys("bcdef", "lowest_rank")
-    assert [line["event"] for line in lines] == [
-        "trainers write different values to 6 of the model's buffers, and each step averages them. Choose "
-        f"RemoteOptimizer(…, buffers={choice}) or 'leave' for buffers that must not hold a mean, else 'average'"
-    ]
 
 
 # ---------------------------------------------------------------------- unfinished step

@@ -220,19 +220,6 @@ async def test_training_goes_on_without_the_coordinator():
         assert await client.guard(asyncio.sleep(0, "went on")) == "went on"
 
 
-async def test_an_outage_is_logged_once_even_beside_another_message(capsys):
-    coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused")])
-    coordinator.answers["summary"] = [NotReady("run 0 is under way")]
-    async with member(coordinator) as client:
-        waiting = asyncio.create_task(client.summary())
-        await eventually(lambda: min(map(coordinator.num_requests, ("heartbeat", "summary"))) > 4)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-    output = "".join(capsys.readouterr())
-    assert output.count("did not answer a heartbeat") == 1
-    assert output.count("waiting: run 0 is under way") == 1
-
-
 # ---------------------------------------------------------------- guard
 
 
@@ -280,25 +267,6 @@ async def test_heartbeats_carry_each_reported_value_until_one_is_answered():
     assert sent[:4] == [{"loss": loss}, all_, all_, {}]
 
 
-async def test_heartbeats_carry_each_line_until_one_is_answered_and_a_failure_brings_its_traceback():
-    coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused"), TRAINING])
-    async with member(coordinator) as client:
-        client.output.add("stdout", "one\n")
-        await eventually(lambda: coordinator.num_requests("heartbeat") > 2)
-        client.output.add("stdout", "two\n")
-        try:
-            raise ValueError("no")
-        except ValueError as error:
-            client.output.note_exception(error)
-        await client.leave("failed")
-    sent = [TrainerHeartbeat.model_validate_json(beat).output for beat in coordinator.bodies("heartbeat")]
-    assert [output.lines for output in sent[:3]] == [("one",), ("one",), ()]
-    assert sent[-1].lines == ("two",)
-    leave = Leave.model_validate_json(coordinator.bodies("leave")[0])
-    assert leave.traceback.startswith("Traceback (most recent call last):")
-    assert leave.traceback.endswith("ValueError: no\n")
-
-
 @pytest.mark.parametrize("answer", [StaleRun("another run"), httpx.Response(500, text="?")])
 async def test_leaving_raises_no_error(answer: Any):
     async with member(FakeCoordinator(heartbeat=[answer], leave=[answer])):
@@ -312,11 +280,3 @@ async def test_only_a_trainer_that_is_done_repeats_its_leave_until_it_is_answere
     async with member(coordinator) as client:
         await client.leave(outcome)
     assert coordinator.num_requests("leave") == num_requests
-
-
-async def test_leaving_ends_with_a_warning_when_the_coordinator_stays_away(capsys):
-    coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused")])
-    async with asyncio.timeout(3), member(coordinator):
-        pass
-    assert "counts it as lost" in capsys.readouterr().err
-    assert coordinator.num_requests("leave") > 3

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import trustme
 from h2.events import DataReceived, RequestReceived, StreamReset
@@ -24,7 +22,7 @@ from services.runtime import server as server_module
 from services.runtime.app import add_raw_route
 from trainer_client.client.coordinator_client import CoordinatorClient
 from trainer_client.client.settings import read_settings
-from trainer_client.transport.exchange import CHUNK_BYTES, Exchange, Http1Transport, make_bulk_client
+from trainer_client.transport.exchange import CHUNK_BYTES, Exchange, make_bulk_client
 
 from ..http2.sockets import Talker, serving
 from ..protocol.test_certificates import Authority
@@ -166,57 +164,6 @@ async def test_the_previous_token_is_sent_with_the_whole_body_again(tmp_path: Pa
     assert (response.status_code, content) == (200, b"12345")
 
 
-async def test_errors_are_those_of_httpx() -> None:
-    async with exchanging() as (exchange, url):
-        with pytest.raises(httpx.RemoteProtocolError):
-            await exchange.send("POST", f"{url}/raw/cut", {}, body=(memoryview(b"x"),))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            with pytest.raises(httpx.ConnectError):
-                await exchange.send("GET", f"http://127.0.0.1:{free.getsockname()[1]}", {})
-
-
-async def test_connections_are_kept_and_there_are_as_many_as_requests() -> None:
-    async with exchanging() as (exchange, url):
-        used = set()
-        for _ in range(2):
-            begun = await asyncio.gather(*(exchange.begin_request("GET", f"{url}/healthz", {}) for _ in range(30)))
-            for response in begun:
-                connection = response.extensions["network_stream"].get_extra_info("socket")
-                used.add(connection.getsockname())
-                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                await response.aread()
-                await response.aclose()
-        assert len(used) == 30
-
-
-async def test_the_transport_has_no_time_out_of_its_own() -> None:
-    sample = Sample()
-    async with (
-        running(sample.make_app()) as service,
-        httpx.AsyncClient(transport=Http1Transport(), timeout=0.01) as client,
-    ):
-        slow = asyncio.create_task(client.get(f"{service.address}/slow", extensions={BODY_EXTENSION: ()}))
-        await sample.slow_begun.wait()
-        await asyncio.sleep(0.1)
-        sample.slow_ends.set()
-        assert (await slow).json() == "slow"
-
-
-async def test_the_error_of_http2_names_an_http1_server() -> None:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        async with make_bulk_client(TlsFiles(), None, http2=True) as client:
-            with pytest.raises(httpx.TransportError, match=r"the peer speaks HTTP/1\.1"):
-                await client.post(f"http://{host}:{port}/", content=b"x")
-
-
 # ---------------------------------------------------------------- certificates
 
 
@@ -265,20 +212,3 @@ async def test_a_coordinator_with_an_untrusted_certificate_is_given_up_at_once(
         client = CoordinatorClient(read_settings(coordinator=service.address, retry_seconds=600), control)
         with pytest.raises(Unreachable, match=r"is not trusted .*unable to get local issuer.* set GRADPOST_TLS_CA"):
             await client.join(None)
-
-
-async def test_a_request_that_is_cancelled_during_the_handshake_closes_its_connection(tmp_path: Path) -> None:
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\0")  # a part of the ClientHello, which remains unanswered
-        waiting.cancel()
-        ended.set_result(await reader.read())
-        writer.close()
-
-    ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    address = "https://{}:{}".format(*server.sockets[0].getsockname())
-    async with server, make_control_client(TlsFiles(Authority(tmp_path).ca), None) as client:
-        waiting = asyncio.create_task(client.get(address))
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await asyncio.wait_for(ended, 5)

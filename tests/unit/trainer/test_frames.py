@@ -81,16 +81,6 @@ def test_calls_that_are_refused_show_no_frames_either(
     assert len(shown) == 1
 
 
-def test_all_frames_are_shown_on_request(
-    optimizer: gradpost.RemoteOptimizer, shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRADPOST_LOG_LEVEL", "debug")
-    with pytest.raises(NonFiniteGradient) as caught:
-        optimizer.step()
-    end_script(caught.value)
-    assert list_frames(caught.value)[-1] == "step"
-
-
 @pytest.mark.parametrize("level", ["info", "debug"])
 def test_the_cause_of_an_error_is_kept(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADPOST_LOG_LEVEL", level)
@@ -100,16 +90,6 @@ def test_the_cause_of_an_error_is_kept(level: str, monkeypatch: pytest.MonkeyPat
     assert isinstance(cause, httpx.ConnectError)
     assert (cause.__traceback__ is None, cause.__cause__ is None) == ((level == "info"),) * 2
     assert ("_request_with_retry" in list_frames(caught.value)) == (level == "debug")
-
-
-def test_another_exception_is_shown_unchanged(optimizer: gradpost.RemoteOptimizer, shown: Shown) -> None:
-    with pytest.raises(NonFiniteGradient):
-        optimizer.step()
-    with pytest.raises(RuntimeError) as caught:
-        torch.autograd.grad(torch.zeros(1), torch.zeros(1))
-    frames = list_frames(caught.value)
-    end_script(caught.value)
-    assert (shown, list_frames(caught.value)) == ([(RuntimeError, caught.value, caught.value.__traceback__)], frames)
 
 
 @hide_frames

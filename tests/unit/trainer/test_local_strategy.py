@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import socket
@@ -75,22 +74,6 @@ def test_a_script_of_a_ring_trains_without_a_cluster(name: str) -> None:
     model, optimizer = make()
     with gradpost.connect(strategy="local"):
         assert_same(train(model, gradpost.RemoteOptimizer(optimizer, model=model)), expected)
-
-
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_garbage_collection_is_paused_while_a_script_joins(was_enabled: bool) -> None:
-    (gc.enable if was_enabled else gc.disable)()
-    try:
-        with gradpost.connect(strategy="local"):
-            parameters = [nn.Parameter(torch.ones(1)) for _ in range(1000)]
-            optimizer, before = torch.optim.SGD(parameters, lr=1.0), gc.get_stats()[0]["collections"]
-            gradpost.RemoteOptimizer(optimizer)
-            assert gc.get_stats()[0]["collections"] - before <= 2
-            with pytest.raises(TypeError):
-                gradpost.RemoteOptimizer(optimizer, unknown=1)  # type: ignore[call-arg]
-        assert gc.isenabled() == was_enabled
-    finally:
-        gc.enable()
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:

@@ -14,7 +14,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
 )
 
@@ -202,43 +201,6 @@ def test_a_resumed_loop_over_epochs_begins_with_the_epoch_that_was_not_over() ->
         assert back["taken"] == whole["taken"], lost_at
 
 
-def test_a_script_that_has_loaded_a_checkpoint_of_its_own_continues_with_its_epoch_and_schedule() -> None:
-    whole, rest = {**new_state(), "ends": []}, {**new_state(), "ends": []}
-    train_epochs(whole)
-    train_epochs(rest, first_epoch=2, steps=6, stop_at=4)
-    train_epochs(rest, first_epoch=2, steps=6)  # resumed in the run that began with the checkpoint
-    assert rest["taken"] == whole["taken"][6:]
-    with pytest.raises(BadModel, match="give first_epoch="):
-        train_epochs({**new_state(), "ends": []}, steps=6)
-
-
-def test_batches_for_which_no_step_was_taken_are_told_once() -> None:
-    told: list[str] = []
-    round_ = 0
-    batches = ResumableBatches(lambda: Position(0, round_), warn=told.append)
-    for _, rest in batches.iterate_epochs(range(5), 2):
-        for number, _ in enumerate(rest, 1):
-            round_ += number % 2 == 0
-    assert len(told) == 1
-    assert told[0].startswith("5 batches were taken for 2 steps of the run")
-
-
-def test_the_rounds_at_the_end_of_a_call_are_told_where_the_loader_has_a_length() -> None:
-    totals: list[int] = []
-    round_ = 0
-    batches = ResumableBatches(lambda: Position(0, round_), note_total=totals.append)
-    for taken, _ in enumerate(batches.iterate(range(10), epochs=3, batches_per_step=2), 1):
-        round_ = taken // 2
-    for _ in batches.iterate(Stream(), epochs=1):
-        round_ += 1
-    for _ in (*batches.iterate(range(4), epochs=1), *batches.iterate(range(4), epochs=2)):  # the first in a loop, maybe
-        pass
-    for _, rest in batches.iterate_epochs(range(4), epochs=3):
-        for _ in rest:
-            round_ += 1
-    assert totals == [15, 30, 34, 34, 34]  # of a call for one epoch nothing, since others may follow
-
-
 def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
     batches = ResumableBatches(lambda: Position(0, 0))
     unfinished = batches.iterate([1, 2], 1)
@@ -247,32 +209,6 @@ def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
         next(batches.iterate([3], 1))
     unfinished.close()
     assert next(batches.iterate([3], 1)) == 3
-
-
-@pytest.mark.parametrize("batches_per_call", [3, 4])
-def test_a_schedule_is_stepped_with_each_local_step(batches_per_call: int) -> None:
-    """A call may end within a round, and a run continues with a whole one."""
-    for begun in (0, 1):
-        steps = [2 * begun]
-        batches = ResumableBatches(lambda steps=steps: Position(0, steps[0] // 2), steps_per_round=2)
-        optimizer, schedule = make_schedule()
-        for _ in range(2):
-            for _ in batches.iterate(range(batches_per_call), 1, 1, schedule):
-                assert optimizer.param_groups[0]["lr"] == 0.5 ** steps[0]
-                steps[0] += 1
-                optimizer.step()
-                schedule.step()
-        assert steps[0] == 2 * batches_per_call
-
-
-@pytest.mark.parametrize("has_first", [True, False])
-def test_all_calls_have_the_schedule_of_the_first(has_first: bool) -> None:
-    """After a rollback the second call repeats batches of the first one."""
-    batches = ResumableBatches(lambda: Position(0, 1))
-    (_, first), (_, second) = make_schedule(), make_schedule()
-    assert not list(batches.iterate([1], 1, 1, first if has_first else None))
-    with pytest.raises(BadModel, match="SequentialLR, and give the result to every call"):
-        next(batches.iterate([2], 1, 1, second))
 
 
 def test_a_schedule_loaded_by_the_script_is_moved_by_the_missing_steps() -> None:
@@ -305,21 +241,3 @@ def test_a_schedule_whose_steps_cannot_be_repeated_is_refused(make: Any) -> None
     batches = ResumableBatches(lambda: Position(0, 0))
     with pytest.raises(BadModel, match=r"Leave schedule= out"):
         next(batches.iterate([1], 1, 1, make(make_schedule()[0])))
-
-
-@pytest.mark.parametrize("in_batch_sampler", [False, True])
-def test_a_random_order_causes_one_warning(in_batch_sampler: bool) -> None:
-    """The warning needs skipped or repeated batches; an undisturbed run logs none."""
-    data = Numbers()
-    random = BatchSampler(RandomSampler(data), 5, drop_last=False)
-    loader = DataLoader(data, batch_sampler=random) if in_batch_sampler else DataLoader(data, 5, shuffle=True)
-    for begun, rollback_at, num_warnings in ((0, None, 0), (1, None, 1), (0, 3, 1)):
-        position, warned = [Position(0, begun)], list[str]()
-        batches = ResumableBatches(lambda position=position: position[0], warn=warned.append)
-        for _ in range(3):
-            for _ in batches.iterate(loader, 1):
-                num_rollbacks, round_ = position[0]
-                is_back = round_ == rollback_at and not num_rollbacks
-                position[0] = Position(1, 0) if is_back else Position(num_rollbacks, round_ + 1)
-        assert position[0].round == 6
-        assert [text[:22] for text in warned] == ["the run is at round " + str(begun) + ","] * num_warnings

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.encodings import PIECE, TORCH_DTYPES
-from ps_protocol.errors import BadModel, Conflict, NormChanged
+from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Pull
@@ -224,14 +224,6 @@ def test_the_scale_follows_from_the_outcomes_alone() -> None:
 
 
 @pytest.mark.amp
-def test_a_trainer_that_joins_continues_from_the_state_of_the_round() -> None:
-    """With max_delay 2 the state pushed in round 9 includes the outcomes up to 6, and those up to 7 count."""
-    for skipped, expected in (((), 2048.0), ((7,), 512.0), ((8,), 2048.0)):
-        remote = Remote(9, pushed_state(6, 1024.0, 1), *skipped, max_delay=2)
-        assert remote.make_scaler().get_scale() == expected
-
-
-@pytest.mark.amp
 def test_a_rollback_restores_the_state_of_its_round() -> None:
     remote = Remote()
     scaler = remote.make_scaler()
@@ -242,31 +234,6 @@ def test_a_rollback_restores_the_state_of_its_round() -> None:
     assert scaler.get_scale() == 32.0
     remote.progress.num_rollbacks, remote.progress.begun, remote.client.results.outcomes = 2, 0, Outcomes()
     assert scaler.get_scale() == 4.0
-
-
-@pytest.mark.amp
-def test_a_scale_set_by_the_script_counts_from_then_on() -> None:
-    remote = Remote()
-    scaler = remote.make_scaler()
-    scales = [remote.end_round(scaler, updates=updates) for updates in ((None,), (64.0,), (None,))]
-    assert scales == [8.0, 64.0, 128.0]
-    assert remote.pushed() == pushed_state(3, 128.0, 0)
-
-
-@pytest.mark.amp
-def test_an_update_that_sets_the_scale_counts_the_outcome_of_the_update_before() -> None:
-    remote = Remote()
-    scaler = remote.make_scaler()
-    updates = ((None,), (None, 4.0), (None,), (None,), (None,))
-    assert [remote.end_round(scaler, updates=each) for each in updates] == [8.0, 4.0, 4.0, 8.0, 8.0]  # as torch's
-
-
-@pytest.mark.amp
-@pytest.mark.parametrize("first", ["cpu", torch.device("cpu"), torch.optim.SGD([torch.ones(1)])], ids=type)
-def test_the_arguments_of_torch_are_refused_with_those_of_gradpost(first: Any) -> None:
-    said = rf"is the RemoteOptimizer, not a {type(first).__name__}\. Call GradScaler\(optimizer, device\)"
-    with pytest.raises(BadModel, match=said):
-        GradScaler(first)
 
 
 # ---------------------------------------------------------------------- error feedback

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import itertools
 import re
 import sys
-from bdb import BdbQuit
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +17,9 @@ from ps_config.certificates import CertificateError
 from ps_config.environment import SettingsError
 from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
-from trainer_client import ParameterClient, RemoteOptimizer, connect
+from trainer_client import ParameterClient, connect
 from trainer_client.client.metrics import TrainerMetrics
-from trainer_client.client.settings import TrainerSettings, read_settings
+from trainer_client.client.settings import read_settings
 from trainer_client.session import session as session_module
 from trainer_client.session.io_thread import IoThread
 from trainer_client.session.script_end import outcome_of
@@ -115,30 +112,6 @@ def test_a_wrong_value_is_reported_with_the_name_of_its_source(
         connect(**arguments)
 
 
-async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
-    client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
-    client.configure(bucket_bytes=1000, placement=None)
-    assert (client.settings.bucket_bytes, client.settings.coordinator) == (1000, "http://127.0.0.1:9")
-    assert client.settings.metrics_port is None
-    with pytest.raises(
-        TypeError, match=r"retry_seconds can be set only before the trainer joins. Pass it to connect\(\)"
-    ):
-        client.configure(retry_seconds=3, bucket_bytes=2000)
-    assert client.settings.bucket_bytes == 1000
-    with pytest.raises(SettingsError, match=r"^bucket_bytes: input should be greater than or equal to 1, not '0'$"):
-        client.configure(bucket_bytes=0)
-
-
-@pytest.mark.parametrize("call", [connect, RemoteOptimizer, Session, ParameterClient])
-def test_a_signature_shows_every_setting_with_its_default(call: Any) -> None:
-    shown = {name: (each.annotation, each.default) for name, each in inspect.signature(call).parameters.items()}
-    assert shown["coordinator"] == ("str | None", None)
-    assert shown["max_grad_norm"] == (float | None, None)
-    defaults = {name: field.default for name, field in TrainerSettings.model_fields.items() if name != "coordinator"}
-    assert {name: shown[name][1] for name in defaults} == defaults
-    assert "arguments" not in shown
-
-
 # ---------------------------------------------------------------- the session
 
 
@@ -197,13 +170,6 @@ def test_a_trainer_leaves_with_the_code_of_its_error(
     assert [end[2] for end in sent] == [code]
 
 
-def test_a_breakpoint_without_a_terminal_says_how_to_get_one() -> None:
-    outcome, reason, _ = outcome_of(BdbQuit())
-    assert outcome == "failed"
-    assert reason.startswith("BdbQuit: breakpoint()")
-    assert "--trainers 1" in reason
-
-
 @pytest.mark.parametrize("outcome", ["done", "failed"])
 def test_only_a_trainer_that_is_done_waits_for_the_coordinator_when_it_leaves(
     outcome: str, session: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -238,30 +204,3 @@ def test_an_interrupt_at_any_place_of_a_wait_leaves_a_loop_that_runs() -> None:
         assert io.wait(io.start(asyncio.sleep(0, "runs")), timeout=5) == "runs"
     assert num_events > 10
     io.close()
-
-
-def test_closing_the_io_thread_ends_tasks_that_ignore_a_cancellation_or_begin_late() -> None:
-    io = IoThread()
-    ended = []
-
-    async def begin_late() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("late")
-
-    async def ignore_the_first() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        late.append(asyncio.create_task(begin_late()))
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("first")
-
-    late: list[asyncio.Task[None]] = []
-    future = io.start(ignore_the_first())
-    io.run(asyncio.sleep(0))
-    io.close()
-    assert future.done()
-    assert sorted(ended) == ["first", "late"]

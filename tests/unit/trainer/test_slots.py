@@ -17,7 +17,7 @@ from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.client.pserver_group import DeclaredRun
 from trainer_client.engines.state_transfer import Loading, make_state_frames
-from trainer_client.engines.torch_state import NO_STATE, ParameterState, read_state, write_state
+from trainer_client.engines.torch_state import ParameterState, read_state, write_state
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,26 +103,13 @@ def test_each_slot_and_step_count_is_in_one_frame(bucket_bytes: int) -> None:
             assert torch.equal(found[f"{slot}/{block.name}"], whole[block.begin : block.end])
 
 
-class Log(list[str]):
-    """A log that keeps its messages."""
-
-    info = warning = list.append
-
-
-def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) -> tuple[Loading, Log]:
-    log = Log()
+def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> None:
     client = SimpleNamespace(
-        uploader=0, run=DeclaredRun(PLAN), log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
-        joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(is_async=is_async)),
+        uploader=0, run=DeclaredRun(PLAN), settings=SimpleNamespace(chosen_bucket_bytes=1000),
+        joined=SimpleNamespace(rank=0, consistency=SimpleNamespace(is_async=False)),
     )  # fmt: skip
     one = Loading(client, {})  # type: ignore[arg-type]
-    if has_stepped:
-        one.frames_for(1)
-    return one, log
-
-
-def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> None:
-    one, log = loading()
+    one.frames_for(1)
     one.load(SLOTS, 5)
     frames = one.frames_for(6)
     assert frames
@@ -133,46 +120,3 @@ def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> Non
     one.note_pulled(6)
     assert not one.states
     assert one.frames_for(7) is None
-    assert log == []
-
-
-@pytest.mark.parametrize(
-    ("has_landed", "version", "is_lost"), [(False, 4, True), (False, 6, False), (True, 5, True), (True, 6, False)]
-)
-def test_a_rollback_may_discard_loaded_state_with_a_warning(has_landed: bool, version: int, is_lost: bool) -> None:
-    one, log = loading()
-    one.load(SLOTS, 5)
-    one.frames_for(6)
-    if has_landed:
-        one.note_pulled(6)
-    one.note_rollback(version)
-    assert (not one.states, len(log)) == (True, int(is_lost))
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_one_trainer_pushes_the_state_of_the_first_round(is_async: bool) -> None:
-    """Later any trainer does, as that one may be gone, unless pservers apply contributions one by one."""
-    one, _ = loading(rank=1, is_async=is_async)
-    one.load(SLOTS, 0)
-    assert one.frames_for(1) is None
-    one.load(SLOTS, 5)
-    assert (one.frames_for(6) is None) == is_async
-
-
-def test_state_loaded_before_the_first_step_does_not_replace_the_runs_own() -> None:
-    one, log = loading(has_stepped=False)
-    one.load(SLOTS, 7)
-    assert (one.frames_for(8), len(log)) == (None, 1)
-    one.load(SLOTS, 8)
-    assert one.frames_for(9)
-
-
-def test_state_is_removed_only_after_a_step() -> None:
-    one, _ = loading()
-    one.load(SLOTS, 0)
-    one.load(dict.fromkeys(SLOTS, NO_STATE), 0)
-    assert one.frames_for(1) is None
-    one.load({"a": NO_STATE}, 1)
-    one.load({"b": SLOTS["b"]}, 1)  # of another optimizer
-    assert one.states == {"a": NO_STATE, "b": SLOTS["b"]}
-    assert one.frames_for(2)

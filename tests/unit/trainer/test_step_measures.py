@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import structlog
 import torch
 from torch import Tensor, nn
 
-from trainer_client.client.output import describe_script
-from trainer_client.engines.combined_optimizer import CombinedOptimizer
 from trainer_client.optimizer.step_measures import SAMPLED, StepMeasures
-from trainer_client.optimizer.wrapped_optimizer import describe_hyper_parameters
 
 
 def steps(
@@ -63,31 +58,3 @@ def test_a_measure_that_fails_is_left_out() -> None:
     with measures.step({"weight": weight}):
         weight.data.zero_()
     assert not weight.any()
-
-
-def test_each_of_several_optimizers_has_curves_of_its_own() -> None:
-    parameters = {name: nn.Parameter(torch.ones(4)) for name in ("D.w", "G.w")}
-    optimizer = CombinedOptimizer(
-        {"D": torch.optim.SGD([parameters["D.w"]], lr=0.5), "G": torch.optim.Adam([parameters["G.w"]], lr=0.1)}
-    )
-    reported = steps(optimizer, parameters, [["D.w"], ["G.w"], []])
-    assert reported["gradpost/learning_rate/D"] == [0.5]
-    assert reported["gradpost/learning_rate/G"] == [0.1]
-    assert reported["gradpost/update_ratio/D"] == pytest.approx([0.01], rel=1e-4)
-    assert reported["gradpost/update_ratio/G"] == pytest.approx([0.01], rel=1e-4)
-    assert 0 < reported["gradpost/waiting_share"][0] <= 1
-    assert describe_hyper_parameters(optimizer) == "D: SGD(lr=0.5), G: Adam(lr=0.1)"
-
-
-def test_an_optimizer_is_shown_as_it_was_made() -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": 1.0}]
-    adamw = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), betas=(0.8, 0.999), amsgrad=True)
-    assert describe_hyper_parameters(adamw) == (
-        "AdamW(lr=0.001, betas=(0.8, 0.999), amsgrad=True) and 1 more parameter groups"
-    )
-
-
-def test_a_script_is_shown_from_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "sub" / "train.py"), "--name", "two \udcff words"])
-    assert describe_script("nightly").command == "sub/train.py --name 'two ? words'"

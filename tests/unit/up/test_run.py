@@ -21,7 +21,6 @@ from gradpost.up.ending import STOP_GRACE_SECONDS, blame, end_by_script, end_by_
 from gradpost.up.local_run import UpOptions
 from ps_config.environment import SETTINGS_FILE_VARIABLE
 from services.coordinator.restore import RecordFile
-from trainer_client.testing import LocalCluster
 
 from ..coordinator.support import change_record, make_cluster, train
 
@@ -74,21 +73,6 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GRADPOST_STATE_DIR", "/proc/read-only")
     with pytest.raises(CommandError, match=r"^/proc/read-only cannot hold the state of the run: No such file"):
         run_up(["python"], 1, 1, {}, UpOptions())
-
-
-def test_an_address_that_cannot_be_written_does_not_blame_the_script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def launch(cluster: LocalCluster) -> None:
-        [folder] = tmp_path.glob("up-*")
-        (folder / "address").mkdir()
-
-    monkeypatch.setenv("GRADPOST_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(LocalCluster, "launch", launch)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
-    assert run_up(["python"], 1, 1, {}, UpOptions()) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(rf"gradpost: {tmp_path}/up-\S+/address cannot be written: Is a directory", last)
 
 
 # ---------------------------------------------------------------- the end

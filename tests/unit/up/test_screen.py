@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.text import Text
 
-from gradpost.up import progress
 from gradpost.up.progress import describe, print_summary
 from gradpost.up.screen import LogLine, Screen, parse_log_line
 from ps_protocol.messages import (
@@ -126,29 +122,6 @@ def test_the_live_line_stays_below_the_output(monkeypatch: pytest.MonkeyPatch) -
     assert output.rindex("\x1b[2K") > output.rindex("round 7")  # erased at the end
 
 
-def test_a_closed_pipe_is_reported_without_an_error() -> None:
-    class Gone(io.StringIO):
-        def __init__(self) -> None:
-            super().__init__()
-            self.read_end, self.write_end = os.pipe()
-
-        def fileno(self) -> int:
-            return self.write_end
-
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    gone, reports = Gone(), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", gone)
-        screen = Screen(verbose=False, as_json=False, on_closed=lambda: reports.append(True))
-        screen.show_line("trainer 0", "epoch 1")
-    assert reports == [True]
-    assert os.fstat(gone.write_end).st_rdev == os.stat(os.devnull).st_rdev
-    os.close(gone.read_end)
-    os.close(gone.write_end)
-
-
 # ---------------------------------------------------------------- log lines
 
 
@@ -209,10 +182,6 @@ def make_pserver(**changes: Any) -> PserverStatus:
     return PserverStatus(index=0, address="http://p", heartbeat_age_seconds=0, heartbeat=heartbeat)
 
 
-def make_waiting_pserver(seconds: float) -> PserverStatus:
-    return make_pserver(missing=(1,), waiting_seconds=seconds)
-
-
 def make_trainer(rank: int, round_: int, total: int | None = None) -> TrainerStatus:
     script = ScriptInfo(command="train.py", total_rounds=total)
     heartbeat = TrainerHeartbeat(run="5f0c", incarnation=1, round=round_, script=script)
@@ -243,38 +212,6 @@ def test_the_live_line() -> None:
     assert interrupted == "interrupted: round 1,234  elapsed 1:01"
 
 
-def test_rates_are_those_of_the_newest_seconds_of_training() -> None:
-    shown = progress.Progress(SimpleNamespace(), lambda: False, print)  # type: ignore[arg-type]
-    found = [
-        shown._find_earlier(make_status(at=100.0 + second, round=max(0, second - 3), attempt=second // 20))
-        for second in range(22)
-    ]
-    assert [None if one is None else one.round for one in found] == [None] * 9 + [*range(1, 12), None, None]
-
-
-def test_the_live_line_names_the_missing_trainers_of_a_slow_round() -> None:
-    slow = describe(make_status(pservers=(make_waiting_pserver(5),)), make_summary(), None)
-    assert "  waiting for trainer 1 (5 s)  accuracy" in slow
-    assert "waiting" not in describe(make_status(pservers=(make_waiting_pserver(0.5),)), make_summary(), None)
-
-
-def test_a_round_that_waits_for_a_trainer_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PERIOD_SECONDS", 0.001)
-    seconds = iter([9.0, 10.4, 11.0])
-    has_ended, lines = threading.Event(), []
-
-    def make() -> ClusterStatus:
-        waited = next(seconds, None)
-        if waited is None:
-            has_ended.set()
-        return make_status(pservers=(make_waiting_pserver(waited or 12.0),))
-
-    view: Any = SimpleNamespace(status=make, summary=make_summary)
-    with progress.Progress(view, lambda: False, lines.append):
-        assert has_ended.wait(30)
-    assert lines == ["round 8 has waited for trainer 1 for 10 s"]
-
-
 def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(make_summary(), as_json=False)
     assert capsys.readouterr().out == (
@@ -287,21 +224,6 @@ def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) 
         "\n"
         "trained: mode=sync transport=HTTP/2 accuracy=0.9833 rounds=1234 seconds=61.7\n"
     )
-
-
-def test_the_report_of_a_resumed_run_has_its_new_rounds(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(
-        make_summary(earlier_rounds=1200, seconds=8.5, results={}, shards=(), warning="trainer 0 left"), as_json=False
-    )
-    assert capsys.readouterr().out == (
-        "\n"
-        "rounds  new rounds  seconds  seconds a round\n"
-        " 1,234          34      8.5           0.2500\n"
-        "\n"
-        "trained: mode=sync transport=HTTP/2 rounds=1234 new_rounds=34 seconds=8.5; trainer 0 left\n"
-    )
-    print_summary(make_summary(earlier_rounds=1234, results={}), as_json=False)
-    assert " 1,234           0     61.7                –\n" in capsys.readouterr().out
 
 
 def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
