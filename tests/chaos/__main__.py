@@ -7,9 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from .campaign import DRAWN, Campaign
+from .campaign import Campaign
 from .faults import FAULTS
-from .grey_faults import EXPECTED_FAILURES
 from .sabotaged import SABOTAGES
 
 
@@ -21,12 +20,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first history; the next have the next seeds")
     parser.add_argument("--standbys", type=int, choices=(0, 1), help="of each pserver (default: random)")
     parser.add_argument("--only", action="append", metavar="KIND", choices=sorted(FAULTS), help="faults of this kind")
-    parser.add_argument("--each", action="store_true", help="one fault of each kind, by default of expected failures")
+    parser.add_argument("--each", action="store_true", help="a small history for each kind, with one fault")
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, which has to be detected")
     parser.add_argument("--folder", type=Path, help="folder for histories (default: that of temporary files)")
     arguments = parser.parse_args()
-    drawn = tuple(EXPECTED_FAILURES) if arguments.each else DRAWN
-    kinds = SABOTAGES[arguments.sabotage][1] if arguments.sabotage else drawn
+    kinds = SABOTAGES[arguments.sabotage][1] if arguments.sabotage else tuple(FAULTS)
     campaign = Campaign(
         arguments.seed,
         kinds=arguments.only or kinds,

@@ -39,9 +39,6 @@ from .standby_faults import (
 if TYPE_CHECKING:
     from .episode import Episode
 
-# The kinds that the services do not withstand yet, each with a part of its violation. A history with one of them must
-# have this violation. Once it has none, the kind is removed from this list, and drawn like the others.
-EXPECTED_FAILURES: dict[str, str] = {}
 
 REPLACED_SECONDS = 12.0  # for a standby to replace a pserver: a lease, a limit of 2 s, and a busy machine
 STALL_SECONDS = 3.0

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
-from . import faults, grey_faults
-from .campaign import judge
 from .diary import Record, draw, seed_draws
-from .faults import FAULTS
-from .grey_faults import EXPECTED_FAILURES
 from .model import History, find_violations
 from .round_model import explain
 from .setup import UNIT, Setup
@@ -221,39 +215,6 @@ def test_a_wrong_answer_is_a_violation() -> None:
     story = Story()
     story.add("wrong answer", 0, 0, text="half a body was taken")
     assert story.violations() == ["wrong answer: half a body was taken"]
-
-
-def test_an_expected_failure_must_fail_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, text = "hanging log", "whose log hangs, was not replaced"
-    monkeypatch.setitem(EXPECTED_FAILURES, kind, text)
-    missing = f"{kind!r} has not failed as expected; remove it from EXPECTED_FAILURES"
-    assert judge([f"pserver 0, {text}"], [kind]) == []
-    assert judge([f"pserver 0, {text}", "wrong bits"], [kind]) == ["wrong bits"]
-    assert judge(["wrong bits", f"pserver 0, {text}"], [kind]) == ["wrong bits"]
-    assert judge([], [kind]) == [missing]
-    assert judge(["another"], [kind]) == ["another", missing]
-    assert judge(["another"], ["slow link"]) == ["another"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["copy by a reader", "hanging log", "one-way partition of a pserver", "pserver and place of checkpoints lost"],
-)
-@pytest.mark.parametrize("is_quiet", [False, True])
-def test_a_fault_that_others_hide_has_no_effect(
-    is_quiet: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grey_faults, "REPLACED_SECONDS", 0)
-    monkeypatch.setattr(faults, "STANDSTILL_SECONDS", -1)
-    monkeypatch.setattr(grey_faults, "find_replicas", lambda *_: ("leader", "standby"))
-    episode = MagicMock()
-    episode.cluster.log_file.return_value = episode.cluster.place_file.return_value = tmp_path / "order"
-    episode.chance.choice.return_value = "hang"
-    episode.reader.records = [{"attempt": 1}]
-    episode.has_stepped_since.return_value = False
-    episode.is_quiet.return_value = is_quiet
-    assert FAULTS[kind].inject(episode, "pserver 0") is is_quiet
-    assert episode.complain.called is is_quiet
 
 
 def test_random_numbers_depend_on_seed_and_step_only() -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import socketserver
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from .chaos_cluster import ChaosCluster
 from .proxy import UPLOAD_BYTES, Proxy
-from .setup import Setup
 
 
 class Handler(socketserver.BaseRequestHandler):
@@ -83,12 +78,6 @@ def test_blocked_bytes_arrive_later(client: socket.socket, proxy: Proxy, directi
     assert client.recv(100) == b"4"
 
 
-def test_another_client_is_not_blocked(client: socket.socket, proxy: Proxy) -> None:
-    proxy.blocked = {("up", "trainer 1"), ("down", "trainer 1")}
-    client.sendall(b"abc")
-    assert client.recv(100) == b"3"
-
-
 def test_connections_break(client: socket.socket, proxy: Proxy) -> None:
     proxy.reset()
     with pytest.raises(ConnectionResetError):
@@ -121,13 +110,3 @@ def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, htt
             if server.received:
                 break
         assert server.received
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the campaign runs on Linux")
-def test_the_process_of_a_connection_is_found(client: socket.socket) -> None:
-    port = client.getsockname()[1]
-    for pid, name in ((os.getpid(), "trainer 0"), (os.getppid(), "another")):
-        cluster = object.__new__(ChaosCluster)
-        cluster.setup = Setup(seed=0)
-        cluster.trainers = [SimpleNamespace(pid=pid, name="trainer 0")]  # type: ignore[list-item]
-        assert cluster.name_client(port) == name
