@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import json
-import re
 import time
-from itertools import product
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Route
+from playwright.sync_api import Browser
 
-from ..soaking import parametrize_sampled
 from .browsing import Visit
 from .conftest import Closed
 
@@ -68,23 +63,6 @@ def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> 
         for name in ("gradient_norm", "update_ratio", "waiting_share"):
             visit.wait_until(lines.replace("#curve-loss", f'[id="curve-gradpost/{name}"]'))
         assert visit.errors == []
-
-
-def test_a_paused_run_looks_paused(browser: Browser, closed: Closed) -> None:
-    with Visit(browser, closed.address, token=closed.token()) as visit:
-        visit.wait_until_live()
-        closed.ask("POST", "/v1/controls/pause", "admin").raise_for_status()
-        try:
-            visit.wait_until("() => document.querySelector('#state').textContent === 'paused'")
-            assert visit.page.inner_text("#notices").startswith("Paused")
-            assert visit.page.inner_text("#barrier-says") == "The run is paused"
-            states = visit.page.eval_on_selector_all("#barrier-ranks li", "all => all.map(one => one.innerText)")
-            assert [state.split() for state in states] == [["0", "paused"], ["1", "paused"]]
-            cells = "all => all.map(one => one.innerText)"
-            assert visit.page.eval_on_selector_all("#trainers td[data-state]", cells) == ["paused"] * 2
-        finally:
-            closed.ask("POST", "/v1/controls/resume", "admin").raise_for_status()
-        visit.wait_until("() => document.querySelector('#state').textContent === 'training'")
 
 
 def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -> None:
@@ -147,38 +125,6 @@ def check_members(visit: Visit, status: dict[str, Any]) -> None:
     assert [[*row[:2], row[3]] for row in visit.table("#processes")] == processes
 
 
-def test_rates_are_the_difference_of_two_answers(browser: Browser, closed: Closed) -> None:
-    status = closed.ask("GET", "/v1/status").json()
-    seconds = itertools.count()
-    with Visit(browser, closed.address, token=closed.token()) as visit:
-
-        def answer(route: Route) -> None:
-            second = next(seconds)
-            moved = copy.deepcopy(status)
-            moved["at"] += second
-            moved["round"] += 10 * second
-            for pserver in moved["pservers"]:
-                of_pserver = {"pushed_bytes": 3000, "pulled_bytes": 2000, "num_applies": 4, "apply_seconds": 1.0}
-                for name, growth in of_pserver.items():
-                    pserver["heartbeat"][name] += growth * second
-                pserver["heartbeat"]["process"]["cpu_seconds"] += 0.5 * second
-            for trainer in moved["trainers"]:
-                trainer["heartbeat"]["round"] = (5 + trainer["rank"]) * second
-                trainer["heartbeat"]["script"]["total_rounds"] = 10_000
-            route.fulfill(json=moved)
-
-        visit.page.route("**/v1/status", answer)
-        visit.wait_until("() => document.querySelector('#rounds-per-second').dataset.value === '10'")
-        assert visit.exact("#steps-per-second") == 11
-        assert [row[5:] for row in visit.table("#pservers")] == [[0.25, None, 3000, 2000, None]] * 2
-        assert [row[4] for row in visit.table("#trainers")] == [5, 6]
-        assert [row[2] for row in visit.table("#processes")] == [0, 0.5, 0.5, 0, 0]
-        assert re.fullmatch(r"3\d min \d\d s", visit.page.inner_text("#fact-remaining"))
-        visit.see("#speed")
-        drawn = "document.querySelector('#speed-chart').data?.map(one => one.y.at(-1)).join()"
-        visit.wait_until(f"() => {drawn} === '10,11'")
-
-
 def check_parameters(visit: Visit, parameters: list[dict[str, Any]]) -> None:
     rows = visit.page.eval_on_selector_all(
         "#parameter-list > *", "all => all.map(row => [row.dataset.key, row.querySelector('.shape').textContent])"
@@ -223,138 +169,6 @@ def test_a_barrier_says_for_whom_it_waits_and_since_when(browser: Browser, close
             child.signal(SIGCONT)
         visit.page.wait_for_selector("#notices .warn", state="detached")
         visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", said["round"])
-
-
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const light = (colour) => {
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => part / 255);
-    const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (element) => {
-    const colour = getComputedStyle(element).backgroundColor;
-    return colour.startsWith("rgba(0, 0, 0, 0") ? ground(element.parentElement) : colour;
-  };
-  const found = [];
-  for (const element of document.querySelectorAll("main *:not(.chart *), body > header *, footer *")) {
-    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-    if (!own || !element.checkVisibility()) continue;
-    const [a, b] = [light(getComputedStyle(element).color), light(ground(element))].sort((x, y) => y - x);
-    const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) found.push(`${element.tagName}#${element.id}.${element.className} ${ratio.toFixed(2)}`);
-  }
-  return found;
-}"""
-
-
-@parametrize_sampled(("theme", "width"), product(("light", "dark"), (1280, 390)), [("light", 1280), ("dark", 390)])
-def test_it_can_be_read(browser: Browser, closed: Closed, theme: Any, width: int) -> None:
-    size = {"width": width, "height": 850}
-    with Visit(browser, closed.address, token=closed.token(), color_scheme=theme, viewport=size) as visit:
-        visit.wait_until_live()
-        visit.wait_for_parameters()
-        visit.page.wait_for_selector("#event-list li")
-        visit.see("#event-list")  # the line of a checkpoint is replaced by that of the next one
-        assert visit.page.evaluate("document.documentElement.scrollWidth") == width
-        background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert background == {"light": "rgb(245, 246, 248)", "dark": "rgb(16, 20, 24)"}[theme]
-        assert visit.page.evaluate(CONTRAST) == []
-        after = "getComputedStyle(document.querySelector('#trainers > header'), '::after').content"
-        assert ("scrolls" in visit.page.evaluate(after)) == (width == 390)
-        visit.page.keyboard.press("t")  # auto, light, dark
-        if theme == "light":
-            visit.page.keyboard.press("t")
-        assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") != background
-        visit.see("#curves")
-        visit.wait_until("() => document.querySelector('#curve-loss .scatterlayer .trace')")
-        assert visit.errors == []
-
-
-def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> None:
-    with Visit(browser, closed.address, token=closed.token()) as visit:
-        page = visit.page
-        visit.wait_until_live()
-        visit.wait_for_parameters()
-        reached: list[str] = []
-        while "event-list" not in reached and len(reached) < 100:
-            page.keyboard.press("Tab")
-            reached.append(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('href')"))
-            assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached
-        wanted = ["#main", "forget", "theme", "filter", "parameter-list", "event-kind", "event-list"]
-        assert [name for name in reached if name in wanted] == wanted, reached
-        page.keyboard.press("/")
-        assert page.evaluate("document.activeElement.id") == "filter"
-        page.keyboard.type("layers.2.")
-        names = page.eval_on_selector_all("#parameter-list > *", "all => all.map(row => row.dataset.key)")
-        assert names == ["layers.2.mix.weight", "layers.2.mix.bias", "layers.2.out.weight", "layers.2.out.bias"]
-        page.keyboard.press("Tab")
-        for key, name in (("ArrowDown", names[0]), ("ArrowDown", names[1]), ("End", names[3]), ("ArrowUp", names[2])):
-            page.keyboard.press(key)
-            assert page.inner_text("#parameter-name") == name
-        visit.wait_until("() => document.querySelector('#statistics dd')")
-        page.focus("#curve-names [data-key='accuracy']")
-        page.keyboard.press("Enter")
-        assert page.get_attribute("#curve-names [data-key='accuracy']", "aria-pressed") == "false"
-        assert not page.is_visible("#curve-accuracy")
-
-
-def test_terms_are_explained_by_keyboard_pointer_and_touch(browser: Browser, closed: Closed) -> None:
-    with Visit(browser, closed.address, token=closed.token(), has_touch=True) as visit:
-        page = visit.page
-        visit.wait_until_live()
-        terms = page.eval_on_selector_all("[data-term][tabindex]", "all => all.map(one => one.dataset.term)")
-        assert {"round", "barrier", "staleness", "queue", "apply", "wait", "shard", "heartbeat"} <= set(terms)
-        described = "all => all.map(one => document.getElementById(one.getAttribute('aria-describedby')).textContent)"
-        assert all(page.eval_on_selector_all("[data-term][tabindex]", described))
-        tip, apply, queue = "#term-tip", page.locator("[data-term=apply]"), page.locator("[data-term=queue]")
-        queue.focus()
-        page.keyboard.press("Tab")
-        assert page.inner_text(tip).startswith("The mean time in which the pserver aggregates")
-        assert page.eval_on_selector(tip, "one => one.getBoundingClientRect().bottom <= innerHeight")
-        page.keyboard.press("Escape")
-        assert not page.is_visible(tip)
-        queue.hover()
-        assert page.inner_text(tip).startswith("Gradients that wait on this pserver")
-        page.mouse.move(1, 1)
-        page.wait_for_selector(tip, state="hidden")
-        apply.tap()
-        assert page.inner_text(tip).startswith("The mean time in which the pserver aggregates")
-        assert visit.errors == []
-
-
-def test_curves_are_shown_as_chosen(browser: Browser, closed: Closed) -> None:
-    def curve(value: list[float | None], count: list[int], after: float = 0) -> dict[str, list[Any]]:
-        return {"round": [1, 2, 4], "at": [100.0 + after, 102.0 + after, 104.0 + after], "value": value, "count": count}
-
-    curves = {"loss": {"0": curve([8, 4, None], [1, 1, 2]), "1": curve([4, 1, 1], [3, 2, 2], 0.5)}}
-    answer = {"run": "r", "curves": curves | {"accuracy": {"0": curve([0.5, 0.75, 1], [1, 1, 1])}}}
-    drawn = "wanted => JSON.stringify(document.querySelector('#curve-loss')?.data?.map(one => one.y)) === wanted"
-
-    def wait_for(visit: Visit, *lines: list[float | None]) -> None:
-        visit.wait_until(drawn, json.dumps(lines, separators=(",", ":")))
-
-    with Visit(browser, closed.address, token=closed.token()) as visit:
-        page = visit.page
-        page.route("**/v1/curves?*", lambda route: route.fulfill(json=answer))
-        wait_for(visit, [8, 4, None], [4, 1, 1])
-        assert page.is_visible("#curve-accuracy")
-        visit.wait_until("() => document.querySelector('#curve-loss')._fullLayout.xaxis.type === 'linear'")
-        page.check("#curve-mean")  # weighted by the counts
-        wait_for(visit, [5, 2, None])
-        page.select_option("#curve-x", "time")
-        page.check("#curve-log")
-        page.fill("#curve-smoothing", "0.5")
-        page.click("#curve-names button:has-text('accuracy')")
-        wait_for(visit, [5, 2, None], [5, 3, None])
-        page.reload()
-        wait_for(visit, [5, 2, None], [5, 3, None])
-        axes = "['xaxis', 'yaxis'].map(axis => document.querySelector('#curve-loss')._fullLayout[axis].type)"
-        assert page.evaluate(axes) == ["date", "log"]
-        assert not page.is_visible("#curve-accuracy")
-        assert visit.errors == []
 
 
 def test_it_asks_nothing_while_nobody_looks(browser: Browser, closed: Closed) -> None:
