@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from benchmarks.attacks.arena import MIB, Arena, open_arena
 from benchmarks.attacks.attacker import ATTACKS
+from trainer_client.testing import LocalCluster
 
 from ..soaking import is_soaking, parametrize_sampled
 
@@ -76,3 +79,26 @@ async def test_too_many_connections_are_refused_and_do_not_stay() -> None:
         verdict = await arena.judge("silent_connections", 2 * ATTACK_SECONDS, CALM_SECONDS)
     assert verdict.state_is_unchanged
     assert verdict.grown_bytes < MAX_GROWN_BYTES
+
+
+def ask_for_charts(port: int) -> socket.socket:
+    """Ask for the chart library, 4.8 MB, with a receive buffer of 4 KiB, and read one byte of it."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", port))
+    sock.sendall(b"GET /dashboard/plotly.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert sock.recv(1) == b"H"
+    return sock
+
+
+async def test_clients_that_read_one_byte_and_leave_take_no_memory() -> None:
+    with LocalCluster(pservers=0, trainers=1, strategy="ring") as cluster:
+        process = psutil.Process(cluster.coordinator.pid)
+        port = int(cluster.address.rpartition(":")[2])
+        ask_for_charts(port).close()
+        before = process.memory_info().rss  # the library has been read and zipped
+        for _ in range(150):
+            for sock in [ask_for_charts(port) for _ in range(20)]:
+                sock.close()
+        assert process.memory_info().rss - before < 100 * MIB

@@ -15,6 +15,7 @@ import httpx
 from trainer_client.testing import Child, LocalCluster
 
 from .training import expected_result
+from .up_support import wait_until
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 ROOT = SCRIPT.parents[2]
@@ -85,11 +86,6 @@ class FaultyRun:
     def wait_for_round(self, round_: int, rank: int = 0) -> None:
         self.wait_for(lambda: self._round[rank] >= round_, f"round {round_} of trainer {rank}: {self._round}")
 
-    def wait_for_rounds_or_death(self, rounds: int, child: Child) -> None:
-        """Wait until trainer 0 has taken so many more rounds, or a process that may die earlier has died."""
-        enough = self.round_of(0) + rounds
-        self.wait_for(lambda: self._round[0] >= enough or not child.is_running, f"round {enough}: {self._round}")
-
     def wait_for_line(self, text: str, number: int = 1, *, of: str = "", seconds: float = 90) -> str:
         """Return the line of this number with the text, among those of one process (`trainer 0`) or of all."""
 
@@ -98,6 +94,30 @@ class FaultyRun:
 
         self.wait_for(lambda: len(found()) >= number, text, seconds)
         return found()[number - 1]
+
+    def start_standbys(self) -> None:
+        """Start a standby of each pserver, and wait until they are in sync."""
+        for index in range(self.cluster.num_pservers):
+            self.cluster.start_standby(index)
+        self.wait_for_sync()
+
+    def wait_for_sync(self, *indices: int) -> None:
+        """Wait until these pservers, by default all, have a standby in sync."""
+        wanted = set(indices or range(self.cluster.num_pservers))
+
+        def are_in_sync() -> bool:
+            return wanted <= {s.follows for s in self.cluster.status().standbys if s.role == "in_sync"}
+
+        assert wait_until(are_in_sync, 60), self.cluster.status()
+
+    def wait_for_incarnation(self, incarnation: int) -> None:
+        """Wait until pserver 0 has this incarnation or a later one."""
+
+        def is_there() -> bool:
+            found = [p.heartbeat.incarnation for p in self.cluster.status().pservers if p.index == 0]
+            return bool(found) and found[0] >= incarnation
+
+        assert wait_until(is_there, 60), self.cluster.status()
 
     # ------------------------------------------------------------ what an administrator does
 

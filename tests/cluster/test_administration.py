@@ -113,20 +113,6 @@ def test_a_paused_run_stands_still_and_no_trainer_is_late() -> None:
 
 
 @pytest.mark.extended
-def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
-    admin, oracle = Administrator(run), Oracle()
-    admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.02})
-    made = admin.ask("POST", "/v1/checkpoints")
-    run.wait_for_round(made["round"] + 10)
-    assert admin.refused("POST", "/v1/rollback", json={"round": made["round"] + 1}) == (404, "not_found")
-    back = admin.ask("POST", "/v1/rollback", json={"round": made["round"]})
-    assert (back["attempt"], back["round"]) == (1, made["round"] + 1)
-    requests = [event["facts"] for event in admin.send("GET", "/v1/events").json() if event["by"]]
-    oracle.rates[requests[1]["round"]] = 0.02
-    assert run.results() == [oracle.result(ROUNDS)] * 2
-
-
-@pytest.mark.extended
 def test_asynchronous_runs_can_be_paused_and_their_rates_set() -> None:
     with FaultyRun(300, local_transport=False, mode="async") as run:
         run.wait_for_round(5)

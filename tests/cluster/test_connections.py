@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import socket
 import sys
 import threading
@@ -23,13 +22,11 @@ from torch import Tensor
 
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
-from ps_config.environment import SettingsError
 from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import Forbidden, Unauthenticated
 from trainer_client import ParameterClient, Session
 from trainer_client.testing import LocalCluster
 
-from ..unit.cli.conftest import run_process
 from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
 from .conftest import StartCluster
 from .training import (
@@ -42,7 +39,6 @@ from .training import (
     train_remotely,
     wrap_weight,
 )
-from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -235,38 +231,3 @@ async def test_a_trainer_without_the_right_token_learns_it_at_once(
 ) -> None:
     with pytest.raises(error, match="token"):
         await fail_to_join(closed, token_file=token and closed.tokens / token)
-
-
-@pytest.mark.extended
-@pytest.mark.asyncio
-async def test_a_trainer_waits_for_its_token(closed: Closed, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="there is no token file"):
-        await fail_to_join(closed, token_file=tmp_path / "train", retry_seconds=0.1)
-
-
-def doctor(cluster: LocalCluster, exit_code: int = 0, **environment: str) -> dict[str, dict[str, Any]]:
-    """Return the findings of the command, by check."""
-    outcome = run_process("-m", "gradpost", "doctor", "--json", "--coordinator", cluster.address, **environment)
-    assert outcome.exit_code == exit_code, outcome.stdout
-    return {finding["check"]: finding for finding in json.loads(outcome.stdout)["checks"]}
-
-
-def await_event(cluster: LocalCluster, text: str) -> None:
-    """Wait for an event whose description begins so."""
-    assert wait_until(lambda: any(event["text"].startswith(text) for event in cluster.view.events()), 60)
-
-
-@pytest.mark.extended
-def test_a_closed_cluster(closed: Closed) -> None:
-    await_event(closed.cluster, "pserver 0 has registered")
-    tls = {
-        f"GRADPOST_TLS_{name}": str(path)
-        for name, path in (
-            ("CA", closed.client.ca), ("CLIENT_CERT", closed.client.cert), ("CLIENT_KEY", closed.client.key),
-        )
-    }  # fmt: skip
-    found = doctor(closed.cluster, GRADPOST_TOKENS_DIR=str(closed.tokens), **tls)
-    assert found["pserver 0"]["detail"] == f"{closed.cluster.status().pservers[0].address} answers over HTTP/2"
-    found = doctor(closed.cluster, exit_code=1, **tls)
-    assert found["coordinator"]["advice"].startswith("give a token of scope read")
-    assert "pserver 0" not in found

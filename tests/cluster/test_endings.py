@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import signal
 import subprocess
@@ -15,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from ps_protocol.errors import ContributionConflict, NonFiniteGradient
 from services.coordinator.history import RunHistory
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing.local_cluster import find_our_packages
 
-from .conftest import StartCluster
 from .faulty_run import SCRIPT, FaultyRun
 from .training import assert_identical, expected_result
 from .training_script import digest_of, make_model
@@ -31,7 +25,6 @@ from .up_support import (
     SECONDS,
     RunningUp,
     clean_environment,
-    ends_with_a_way_on,
     train_script,
     wait_until,
 )
@@ -52,29 +45,6 @@ def test_a_script_that_ends_while_the_coordinator_is_away_is_not_lost() -> None:
         run.cluster.restart_coordinator()
         run.check_results()
         assert run.cluster.summary().state == "finished"
-
-
-def test_after_a_refused_gradient_only_the_same_one_corrected_can_follow(own_cluster: StartCluster) -> None:
-    cluster = own_cluster(pservers=1, trainers=1, slice_parameters=False, on_trainer_loss="fail")
-    with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
-        parameters = {name: nn.Parameter(torch.zeros(50_000)) for name in ("a", "b")}
-        local = torch.optim.SGD(parameters.items(), lr=1.0)
-        optimizer = RemoteOptimizer(local, session=session, bucket_bytes=4096)
-
-        def step(a: float, b: float) -> None:
-            for parameter, value in zip(parameters.values(), (a, b), strict=True):
-                parameter.grad = torch.full_like(parameter, value)
-            optimizer.step()
-
-        with pytest.raises(NonFiniteGradient):
-            step(1.0, math.nan)
-        step(1.0, 2.0)  # the same, corrected
-        assert optimizer.round == 1
-        for _ in range(5):  # the push of a may be cancelled when that of b is refused
-            with pytest.raises(NonFiniteGradient):
-                step(1.0, math.nan)
-        with pytest.raises(ContributionConflict, match=r"NaN or infinity in block 'b\.block0'.*Restart the script"):
-            step(3.0, 2.0)
 
 
 def begin(folder: Path, **settings: Any) -> None:
@@ -189,19 +159,6 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     code, output = train(tmp_path, "--resume")  # nothing is left to train
     assert code == 0, output
     assert history.read(failed.run) == record
-
-
-def test_a_run_whose_pserver_dies_can_be_continued(tmp_path: Path) -> None:
-    """A heartbeat of the trainer has brought its round to the coordinator within these three seconds."""
-    in_each_round = "time.sleep(0.02); step == 150 and print('trains', flush=True)"
-    script = train_script(tmp_path, rounds=20000, in_each_round=in_each_round)
-    command = ("--pservers", 1, "--trainers", 1, "--", "python", script)
-    with RunningUp(*command, folder=tmp_path, cold=True, GRADPOST_LEASE_SECONDS="3") as up:
-        up.wait_for("[trainer 0] trains")
-        os.kill(up.pid_of("-m services.pserver"), signal.SIGKILL)
-        _, stdout, stderr = up.finish()
-    assert ends_with_a_way_on(stderr, "pserver 0 was ended by SIGKILL (out of memory?)"), stderr
-    assert re.search(r"^failed: mode=sync transport=none rounds=[1-9]", stdout, re.MULTILINE), stdout
 
 
 NOTHING_SAVED = r"No model was saved: the script starts again from the beginning, or from its own checkpoint"

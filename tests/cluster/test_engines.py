@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ps_protocol.errors import NonFiniteGradient
+from ps_protocol.errors import ModelMismatch, NonFiniteGradient
 from trainer_client import Session
 from trainer_client.engines.collective.host import HostFollower, HostLeader
 from trainer_client.engines.collective.ring import RingEngine
@@ -343,3 +343,12 @@ def run_host(cluster: LocalCluster, work: Callable[[Session], None], monkeypatch
         sessions.append(Session(coordinator=cluster.address))
     with ThreadPoolExecutor(len(sessions)) as threads:
         list(threads.map(run, sessions))
+
+
+@pytest.mark.hosts
+def test_different_models_on_a_host_are_refused(shared_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(session: Session) -> None:
+        with pytest.raises(ModelMismatch, match="process 1 of this host differs from process 0 in parameters"):
+            wrap_model(session, nn.Linear(4, 2 + session.rank))
+
+    run_host(shared_cluster(on_trainer_loss="fail", lease_seconds=10, trainers=1), work, monkeypatch)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import pytest
@@ -44,31 +43,6 @@ def test_each_role_dies_once() -> None:
         begun = [line for line in run.lines if line.startswith("[trainer 1] begin")]
         assert begun[0] == "[trainer 1] begin 0"
         assert int(begun[1].split()[-1]) >= 29
-
-
-EARLY = {"GRADPOST_OVERLAP": "true", "GRADPOST_OVERLAP_PULLS": "true", "GRADPOST_BUCKET_BYTES": "500"}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("environment", "settings"),
-    [
-        pytest.param(EARLY, {}, marks=pytest.mark.overlap),
-        # A limit that is never reached changes no bit, but all of the agreement takes place.
-        pytest.param({"GRADPOST_MAX_GRAD_NORM": "1e9"}, {}, marks=pytest.mark.clip),
-        ({}, {"http2": False}),
-    ],
-    ids=["overlap", "clipping", "HTTP/1.1"],
-)
-def test_processes_may_die_whatever_the_trainers_use(environment: dict[str, str], settings: dict[str, Any]) -> None:
-    with FaultyRun(100, local_transport=False, environment=environment, **settings) as run:
-        run.wait_for_round(10)
-        run.restart_pserver(1)
-        run.wait_for_round(30)
-        run.restart_trainer(1)
-        run.wait_for_round(50)
-        run.restart_pserver(0)
-        run.check_results()
 
 
 @pytest.mark.extended
@@ -138,25 +112,6 @@ def test_rounds_that_a_log_has_lost_are_taken_again(tmp_path: Path, damage: Call
         run.wait_for_line("must be repeated", 2)
 
 
-# The chaos campaign kills processes at all failpoints.
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "passage"),
-    [("log.append.after", 12), ("install.before", 1), ("apply.before", 12), ("checkpoint.shard", 2)],
-)
-def test_a_pserver_dies_at_a_point_and_nothing_is_lost(name: str, passage: int) -> None:
-    """It is frozen for its own return, and once more for that of a trainer, whose members are then installed."""
-    with FaultyRun(80, checkpoint_rounds=5) as run:
-        run.wait_for_round(3)
-        run.restart_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@{passage}")
-        run.wait_for_rounds_or_death(3, run.cluster.pservers[1])
-        if name.startswith(("freeze", "install")):
-            run.restart_trainer(1)
-        run.cluster.pservers[1].wait(40)
-        run.cluster.start_pserver(1)
-        run.check_results()
-
-
 RULES = [{}, {"mode": "ssp", "max_staleness": 2}, {"max_delay": 2}]
 
 
@@ -183,39 +138,6 @@ def test_an_asynchronous_pserver_that_dies_returns_with_its_newest_checkpoint(ru
             assert int(steps) >= run.rounds
             counts = [int(count) for counts in seen.split(",") for count in counts.split("/")]
             assert 0 < max(counts) <= run.rounds + 2 * rules.get("max_delay", 0)
-
-
-@pytest.mark.extended
-def test_the_coordinator_dies_after_a_decision_and_nothing_is_lost() -> None:
-    with FaultyRun(60, checkpoint_rounds=5) as run:
-        run.wait_for_round(3)
-        run.restart_coordinator(GRADPOST_FAILPOINTS="decide.after=kill@2")
-        run.wait_for_round(10)
-        run.restart_trainer(1)
-        run.cluster.coordinator.wait(30)
-        run.cluster.restart_coordinator()
-        run.check_results()
-
-
-@pytest.mark.extended
-def test_the_coordinator_and_a_pserver_die_when_the_run_begins() -> None:
-    with FaultyRun(40, failpoints="begin.after=kill") as run:
-        run.cluster.coordinator.wait(30)
-        run.kill(run.cluster.pservers[1])
-        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="")
-        run.cluster.start_pserver(1)
-        run.check_results()
-
-
-@pytest.mark.extended
-def test_a_paused_pserver_and_a_paused_trainer_go_on_where_they_were() -> None:
-    with FaultyRun(80) as run:
-        for round_, child in ((10, run.cluster.pservers[0]), (30, run.cluster.trainers[1])):
-            run.wait_for_round(round_)
-            child.signal(SIGSTOP)
-            run.wait_for_line("is silent" if child in run.cluster.pservers else "trainer 1 was lost")
-            child.signal(SIGCONT)
-        run.check_results()
 
 
 @pytest.mark.extended

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ps_protocol.errors import BadModel, ContributionConflict, ModelMismatch
 from trainer_client import RemoteOptimizer, Session
@@ -35,25 +35,6 @@ def alone(shared_cluster: StartCluster) -> LocalCluster:
 
 def sgd(session: Session, **parameters: nn.Parameter) -> RemoteOptimizer:
     return RemoteOptimizer(torch.optim.SGD([*parameters.items()], lr=1.0), session=session)
-
-
-def test_a_parameter_may_be_given_other_memory(session: Session) -> None:
-    model = nn.Linear(3, 2, bias=False)
-    start = torch.arange(6.0).reshape(2, 3)
-    model.weight.data = start.clone()
-    optimizer = sgd(session, weight=model.weight)
-    model.weight.data = model.weight.data.clone()
-    step_with(optimizer, model.weight)
-    assert torch.equal(model.weight, start - 1)
-    model.to(torch.float64).to(torch.float32)
-    step_with(optimizer, model.weight)
-    assert torch.equal(model.weight, start - 2)
-    model.weight.data = model.weight.data.t().contiguous().t()  # no longer in the order of its elements
-    step_with(optimizer, model.weight)
-    assert torch.equal(model.weight, start - 3)
-    model.to(torch.float64)
-    with pytest.raises(BadModel, match="'weight' has another shape or dtype"):
-        step_with(optimizer, model.weight)
 
 
 def test_a_graph_from_before_the_step_cannot_be_used_after_it(session: Session) -> None:
@@ -81,59 +62,6 @@ def test_a_closure_is_called_once_and_its_loss_returned(session: Session) -> Non
     assert optimizer.step(closure) == 16.0
     assert calls == [16.0]
     assert weight[0].item() == -1.0
-
-
-def test_adagrad_starts_all_groups_from_its_own_argument(alone: LocalCluster) -> None:
-    def groups(parameters: list[nn.Parameter]) -> torch.optim.Adagrad:
-        one, other = parameters
-        settings = [{"params": [("one", one)]}, {"params": [("other", other)], "initial_accumulator_value": 0.5}]
-        return torch.optim.Adagrad(settings, lr=0.1, initial_accumulator_value=0.25, fused=True)
-
-    def work(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        for _ in range(3):
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-
-    def train(session: Session) -> None:
-        local, remote = ([nn.Parameter(torch.zeros(8)) for _ in range(2)] for _ in range(2))
-        work(groups(local), local)
-        work(RemoteOptimizer(groups(remote), session=session), remote)
-        assert all(torch.equal(a, b) for a, b in zip(local, remote, strict=True))
-
-    run_all(alone, train)
-
-
-@pytest.fixture
-def bfloat16_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(before)
-
-
-def train_with_defaults(session: Session) -> tuple[list[float], dict[str, Tensor]]:
-    """Take two steps of Adam on gradients that bfloat16 cannot add up; the default device has no memory."""
-    start = torch.linspace(-1, 1, 300, dtype=torch.float32)
-    gradients = [torch.full((300,), 256.0 - 255 * session.rank, dtype=torch.float32) * (start + k) for k in (1, 2)]
-    weight = nn.Parameter(start)
-    with torch.device("meta"):
-        optimizer = RemoteOptimizer(torch.optim.Adam([("weight", weight)], lr=0.1), session=session)
-        for gradient in gradients:
-            weight.grad = gradient
-            optimizer.step()
-        return weight.tolist(), optimizer.state_dict()["state"][0]
-
-
-@pytest.mark.parametrize("wire", [{}, {"push_type": "int8", "pull_type": "int8"}], ids=["float32", "int8"])
-def test_the_default_dtype_and_device_change_nothing(
-    alone: LocalCluster, wire: dict[str, str], request: pytest.FixtureRequest
-) -> None:
-    (expected, state), *_ = run_all(alone, train_with_defaults, **wire)
-    request.getfixturevalue("bfloat16_default")
-    (actual, found), *_ = run_all(alone, train_with_defaults, **wire)
-    assert actual == expected
-    assert all(torch.equal(found[name], slot) and found[name].dtype == slot.dtype for name, slot in state.items())
 
 
 def change_flag(session: Session, optimizer: RemoteOptimizer) -> None:
@@ -237,7 +165,6 @@ RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).s
 {end}
 """
 RICH = "import rich.traceback; rich.traceback.install()"  # it does not call the hook that was there
-ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
 
 
 @pytest.mark.parametrize(
@@ -258,14 +185,6 @@ def test_a_script_leaves_as_it_ends(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))
     check_end(alone, [sys.executable, str(script)], code, reason)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("command", ['"$0" -i script.py < typed', f'cat script.py typed | "$0" -c "{ON_A_TERMINAL}"'])
-def test_an_exception_at_a_prompt_does_not_end_the_script(alone: LocalCluster, command: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.format(end=""))
-    (tmp_path / "typed").write_text("undefined\nexit()\n")
-    check_end(alone, ["sh", "-c", f"cd {tmp_path}; {command}", sys.executable], 0, None)
 
 
 def check_end(cluster: LocalCluster, command: list[str], code: int, reason: str | None) -> None:

@@ -14,12 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.coordinator.history import RunHistory
-
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
-from ..unit.coordinator.support import make_history_record
 from .test_up import run_up
-from .up_support import ROOT, SECONDS, RunningUp, clean_environment, train_script, wait_until
+from .up_support import ROOT, SECONDS, clean_environment, train_script
 
 pytestmark = pytest.mark.cluster
 
@@ -88,27 +85,6 @@ def test_runs_stay_listed_after_their_cluster_and_their_folders(tmp_path: Path) 
         assert http.get("/v1/history", headers={"host": "rebound.example"}).json()["code"] == "bad_host"
 
 
-@pytest.mark.extended
-def test_a_follower_gets_the_end_of_a_run_that_is_interrupted(tmp_path: Path) -> None:
-    script = train_script(tmp_path, rounds=100_000, in_each_round="session.report(loss=step); time.sleep(0.05)")
-    command = [sys.executable, "-P", "-m", "gradpost", "tensorboard", "--logdir", "logs"]
-    environment = {**clean_environment(), "PYTHONPATH": str(ROOT)}
-    with RunningUp("--", "python", script, folder=tmp_path) as up:
-        assert wait_until(lambda: len(list((tmp_path / ".gradpost").glob("up-*/address"))) == 1, SECONDS)
-        with subprocess.Popen(command, cwd=tmp_path, env=environment) as follower:
-            assert wait_until(lambda: len(list(tmp_path.glob("logs/*/trainer-0/*"))) == 1, SECONDS)
-            up.signal(signal.SIGINT)
-            assert up.finish()[0] == 128 + signal.SIGINT
-            assert follower.wait(30) == 0
-    [entry] = RunHistory(tmp_path / ".gradpost" / "history").entries()
-    curve = RunHistory(tmp_path / ".gradpost" / "history").read(entry.run).curves.curves["loss"][0]
-    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = tensorboard.EventAccumulator(str(tmp_path / "logs" / entry.run / "trainer-0"))
-    accumulator.Reload()
-    exported = accumulator.Scalars("loss")
-    assert (exported[-1].step, exported[-1].value) == (curve.round[-1], pytest.approx(curve.value[-1]))
-
-
 def test_it_needs_a_run_and_a_loopback_address(
     tmp_path: Path,
     run_command: RunCommand,  # noqa: F811 - a fixture
@@ -119,11 +95,3 @@ def test_it_needs_a_run_and_a_loopback_address(
     outcome = run_command("dashboard", "--state-dir", tmp_path, "--host", "0.0.0.0")
     assert (outcome.exit_code, outcome.stderr.count("\n")) == (2, 1)
     assert "0.0.0.0 can be reached from other machines" in outcome.stderr
-
-
-def test_settings_of_a_cluster_in_the_environment_do_not_count(tmp_path: Path) -> None:
-    """Otherwise it would wait for the token file, or serve under another address."""
-    RunHistory(tmp_path / "kept").write(make_history_record())
-    of_a_cluster = {"TOKENS_DIR": "none", "HOST": "0.0.0.0", "TLS_CERT": "none", "TLS_KEY": "none"}
-    with serving_history(tmp_path, HISTORY_DIR="kept", **of_a_cluster) as address:
-        assert [entry["run"] for entry in httpx.get(f"{address}/v1/history").json()] == ["run1"]

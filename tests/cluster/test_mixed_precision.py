@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ps_protocol.errors import BadModel
 from trainer_client import GradScaler, RemoteOptimizer, Session
@@ -17,13 +15,10 @@ from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
 from .conftest import StartCluster
-from .faulty_run import FaultyRun
 from .training import (
     run_all,
-    wrap_model,
     wrap_weight,
 )
-from .training_script import GROWTH_INTERVAL, INIT_SCALE, overflows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.amp, pytest.mark.timeout(300)]
 
@@ -36,29 +31,6 @@ def cluster(shared_cluster: StartCluster) -> LocalCluster:
 @pytest.fixture(scope="module")
 def ring(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(strategy="ring", nonfinite="skip_round")
-
-
-def test_what_has_not_left_early_is_unscaled_in_the_end(cluster: LocalCluster) -> None:
-    """One parameter gets no gradient in the pass after which gradients leave, another is not in this one's reach."""
-
-    def work(session: Session) -> list[float]:
-        often, once = weights = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
-        optimizer = wrap_model(session, weights, lr=1.0, overlap=True)
-        scaler = GradScaler(optimizer, "cpu", init_scale=64.0)
-        for step in range(2):
-            optimizer.zero_grad()
-            with optimizer.accumulate():
-                scaler.scale((often * 3 + once * 2).sum()).backward()
-            scaler.scale(often.sum()).backward()
-            if step:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            for parameter, gradient in ((often, 4.0), (once, 2.0)):
-                assert parameter.grad.tolist() == [gradient] * 3
-        return [often[0].item(), once[0].item()]
-
-    assert run_all(cluster, work) == [[-8.0, -4.0]] * 2
 
 
 def take_scaled_steps(
@@ -133,52 +105,3 @@ def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(
             GradScaler(optimizer, "cpu")
 
     run_all(own_cluster(trainers=1, mode=mode), work)
-
-
-def is_skipped(round_: int) -> bool:
-    return overflows(0, round_) or overflows(1, round_)
-
-
-def expected_scales(rounds: int) -> dict[int, float]:
-    """Return the scales of torch's own GradScaler."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-    scales = {1: INIT_SCALE}
-    for round_ in range(1, rounds + 1):
-        scaler.scale(weight.sum() * (float("inf") if is_skipped(round_) else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales[round_ + 1] = scaler.get_scale()
-    return scales
-
-
-def check_scales(lines: Iterable[str], rounds: int) -> None:
-    expected = expected_scales(rounds)
-    # A log line of another thread may stand before it, or behind.
-    found = [re.search(r"^\[trainer (\d)\].*scale (\d+) (\d+\.\d+)", line) for line in lines]
-    told = {(int(each[1]), int(each[2]), float(each[3])) for each in found if each}
-    assert told == {(rank, round_, expected[round_]) for rank in range(2) for round_ in range(1, rounds + 1)}
-    assert len({scale for _, _, scale in told}) > 3
-
-
-EARLY = {"GRADPOST_OVERLAP": "true", "GRADPOST_OVERLAP_PULLS": "true", "GRADPOST_BUCKET_BYTES": "500"}
-
-
-@pytest.mark.extended
-def test_processes_that_come_back_and_a_run_that_goes_back_have_the_same_scales() -> None:
-    settings = {"nonfinite": "skip_round", "checkpoint_rounds": 10, "local_transport": False}
-    with FaultyRun(150, kind="scaling", environment=EARLY, **settings) as run:
-        run.wait_for_round(22)
-        run.kill(run.cluster.trainers[1])
-        for index in range(2):
-            run.restart_pserver(index)
-        run.start_trainer(1)
-        run.wait_for_round(40)
-        made = run.make_checkpoint()
-        run.wait_for_round(made + 11)
-        run.cluster.view.roll_back(made)
-        run.wait_for_line("steps of this trainer are lost", of="trainer 0")
-        run.check_results(skipped=set(filter(is_skipped, range(1, 151))))
-        check_scales(run.lines, 150)

@@ -57,20 +57,6 @@ def test_the_bits_are_those_of_one_process(pair: LocalCluster, kind: str, argume
         assert_identical(actual, train_net_locally(kind))
 
 
-@pytest.mark.parametrize(
-    ("wire", "arguments"),
-    [
-        *(({"push_type": kind}, {"overlap": True}) for kind in ("int8", "topk")),
-        ({"pull_type": "int8"}, BOTH),
-    ],
-    ids=str,
-)
-def test_fewer_bytes_are_the_same_ones(pair: LocalCluster, wire: dict[str, str], arguments: dict[str, Any]) -> None:
-    one, other = run_all(pair, partial(train_net, **arguments, **wire), **SMALL)
-    assert_identical(one, other)
-    assert_identical(one, run_all(pair, partial(train_net, **wire), **SMALL)[0])
-
-
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Treat all parameters as if they were in a device's own memory; return how many copies were made."""
@@ -137,22 +123,16 @@ def test_every_layer_but_the_first_is_pushed_while_backward_runs(beside_one_pser
         arrived.clear()
 
 
-@pytest.mark.parametrize("by_number", [False, True])
-def test_accumulated_gradients_leave_once(pair: LocalCluster, by_number: bool) -> None:
+def test_accumulated_gradients_leave_once(pair: LocalCluster) -> None:
     def work(session: Session) -> dict[str, Tensor]:
         model = Net(seed=session.rank)
-        accumulate_steps = 3 if by_number else None
-        optimizer = wrap_net(session, model, kind="momentum", overlap=True, accumulate_steps=accumulate_steps)
+        optimizer = wrap_net(session, model, kind="momentum", overlap=True)
         for step in range(NET_STEPS):
             optimizer.zero_grad()
-            if by_number:
-                for part in range(3):
+            with optimizer.accumulate():
+                for part in range(2):
                     net_loss(model, step, session.rank, part).backward()
-            else:
-                with optimizer.accumulate():
-                    for part in range(2):
-                        net_loss(model, step, session.rank, part).backward()
-                net_loss(model, step, session.rank, 2).backward()
+            net_loss(model, step, session.rank, 2).backward()
             optimizer.step()
         return values(model)
 
@@ -215,44 +195,11 @@ def test_torch_s_own_gradscaler_is_refused(session: Session) -> None:
         scaler.step(optimizer)
 
 
-def test_a_parameter_may_be_unfrozen(alone: LocalCluster) -> None:
-    def work(session: Session, *, overlap: bool) -> dict[str, Tensor]:
-        model = Net()
-        optimizer = wrap_net(session, model, overlap=overlap)
-        for step in range(NET_STEPS):
-            model.frozen.requires_grad_(step >= 3)
-            optimizer.zero_grad()
-            net_loss(model, step, 0).backward()
-            optimizer.step()
-        return values(model)
-
-    [overlapped], [other] = (run_all(alone, partial(work, overlap=overlap), **SMALL) for overlap in (True, False))
-    assert_identical(overlapped, other)
-
-
-def test_a_model_goes_on_when_the_session_is_closed(session: Session) -> None:
-    model = Net()
-    optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), session=session, overlap=True)
-    net_loss(model, 0, 0).backward()
-    optimizer.step()
-    session.close()
-    for _ in range(2):
-        net_loss(model, 0, 0).backward()
-
-
 # ---------------------------------------------------------------------- overlapped pulls
 
 
 def overlapping(model: nn.Module, session: Session) -> RemoteOptimizer:
     return wrap_net(session, model, **BOTH)
-
-
-def test_replicas_of_data_parallel_are_refused(session: Session) -> None:
-    model = nn.Linear(3, 2)
-    overlapping(model, session)
-    replica = model._replicate_for_data_parallel()
-    with pytest.raises(BadModel, match=r"nn.DataParallel copies parameters .* overlap_pulls=False"):
-        replica(torch.ones(1, 3))
 
 
 def test_the_first_layer_computes_while_a_pull_goes_on(session: Session) -> None:
@@ -443,51 +390,3 @@ def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
     for name, parameter in model.named_parameters():
         value, change = expected[name]
         assert (parameter.detach() - value).abs().max() < 0.05 * change, name  # 8 bits are not exact
-
-
-@pytest.mark.extended
-def test_the_run_may_go_back_while_later_layers_are_waited_for() -> None:
-    """Layers that have computed get other values under a graph whose backward pass is still to come."""
-    with LocalCluster(pservers=2, trainers=1, local_transport=False, lease_seconds=2) as cluster:
-
-        def work(session: Session) -> None:
-            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-            optimizer = overlapping(model, session)
-
-            def take_step() -> None:
-                optimizer.zero_grad()
-                model(torch.ones(2, 8)).square().sum().backward()
-                optimizer.step()
-
-            for _ in range(3):
-                take_step()
-            optimizer.synchronize()
-            made = cluster.view.create_checkpoint()
-            for _ in range(2):
-                take_step()
-            went_back: list[int] = []
-            pull = session.client.pservers.pull
-
-            async def pull_all_but_the_last_layer(
-                round_: int, destinations: Any, on_block: Callable[[str], None], **options: Any
-            ) -> Any:
-                await pull(
-                    round_,
-                    destinations,
-                    on_block=lambda block: None if block.startswith("2.") else on_block(block),
-                    **options,
-                )
-                session.client.pservers.pull = pull
-                went_back.append((await asyncio.to_thread(cluster.view.roll_back, made.round))["round"])
-                return await pull(round_, destinations, on_block=on_block, **options)
-
-            session.client.pservers.pull = pull_all_but_the_last_layer
-            take_step()
-            optimizer.synchronize()
-            [next_round] = went_back
-            assert optimizer.round == next_round - 1 == made.round
-            take_step()
-            optimizer.synchronize()
-            assert optimizer.round == next_round
-
-        run_all(cluster, work)

@@ -108,46 +108,6 @@ def test_the_lowest_rank_alone_may_load(pair: LocalCluster, ring: LocalCluster) 
         assert_identical(found, CHECKPOINT["model"])
 
 
-@pytest.mark.parametrize("is_early", [True, False])
-def test_frozen_parameters_that_are_loaded_late_are_a_warning(
-    alone: LocalCluster, is_early: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(session: Session) -> None:
-        model = make_model(seed=session.rank)
-        if is_early:
-            model.load_state_dict(CHECKPOINT["model"])
-        head = torch.optim.SGD(model[2].parameters(), lr=0.1)
-        optimizer = RemoteOptimizer(head, model=model, session=session)
-        model.load_state_dict(CHECKPOINT["model"])
-        for number in range(2):
-            take_step(model, optimizer, number)
-
-    run_all(alone, train)
-    said = capsys.readouterr().err
-    assert said.count("has changed 2 frozen parameters since the optimizer was wrapped, such as '0.bias'") == (
-        not is_early
-    )
-
-
-@pytest.mark.parametrize("num_steps", [2, 5])
-def test_first_steps_without_any_gradient_are_a_warning(
-    alone: LocalCluster, num_steps: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(session: Session) -> None:
-        model = make_model(seed=0)
-        optimizer = RemoteOptimizer(momentum(model), session=session)
-        for _ in range(num_steps):
-            optimizer.step()
-        take_step(model, optimizer, 0)
-        optimizer.zero_grad()
-        for _ in range(5):
-            optimizer.step()
-
-    run_all(alone, train)
-    said = capsys.readouterr().err
-    assert said.count("no parameter had a gradient in the first 3 steps. Call loss.backward()") == (num_steps > 2)
-
-
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
         model[0].weight.mul_(0.5)
@@ -216,25 +176,6 @@ def test_elements_that_are_not_written_keep_their_masters(
     assert found.tolist() == [9.0, *expected.bfloat16().float()[1:].tolist()]
 
 
-def test_values_that_are_put_back_change_nothing(pair: LocalCluster) -> None:
-    def train(session: Session, swaps: bool = True) -> dict[str, Tensor]:
-        model = make_model(seed=1)
-        optimizer = RemoteOptimizer(momentum(model), session=session)
-        for number in range(4):
-            take_step(model, optimizer, number, session.rank)
-            if swaps and session.rank == 1:
-                with optimizer.write_parameters():
-                    before = values(model)
-                    model.load_state_dict(CHECKPOINT["model"])
-                    model.load_state_dict(before)
-        return values(model)
-
-    swapped = run_all(pair, train)
-    expected = run_all(pair, partial(train, swaps=False))
-    for found, wanted in zip(swapped, expected, strict=True):
-        assert_identical(found, wanted)
-
-
 def test_parameters_stay_those_of_the_wrap(session: Session) -> None:
     model = make_model(seed=1)
     optimizer = RemoteOptimizer(momentum(model), session=session)
@@ -249,17 +190,3 @@ def test_parameters_stay_those_of_the_wrap(session: Session) -> None:
         optimizer.step()
     parameters.pop()
     optimizer.step()
-
-
-def test_the_model_keeps_the_parameters_of_the_wrap(session: Session) -> None:
-    model = make_model(seed=1)
-    optimizer = RemoteOptimizer(momentum(model), model=model, session=session)
-    model.load_state_dict(make_model(seed=2).state_dict(), assign=True, strict=False)
-    with pytest.raises(BadModel, match="was replaced in the model"):
-        take_step(model, optimizer, 0)
-
-
-def test_a_norm_that_forward_restores_is_refused(session: Session) -> None:
-    model = nn.Embedding(4, 3, max_norm=1.0)
-    with pytest.raises(BadModel, match="max_norm"):
-        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)

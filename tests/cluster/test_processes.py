@@ -64,43 +64,14 @@ sys.stderr.buffer.write(b" and half \xff\nno newline")
     assert lines.lines == ["out", "", "100%", "half and half �", "no newline"]
 
 
-def test_a_line_without_end_is_cut() -> None:
-    lines = Lines()
-    assert start("print('x' * 200_000, end='')", lines).wait(30) == 0
-    assert "".join(lines.lines) == "x" * 200_000
-    assert 1 < len(lines.lines) < 8
-
-
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start("raise SystemExit(3)", Lines()).wait(30) == 3
     child = start("import os; os.kill(os.getpid(), 9)", Lines())
     assert child.wait(30) == -9
     assert (child.is_running, child.exit_code) == (False, -9)
-    assert repr(child) == f"<Child child [pid {child.pid} | exit code -9]>"
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("the number may be another group's by now"))
     child.signal(signal.SIGTERM)
     assert child.stop() == -9
-
-
-def test_waiting_has_an_end() -> None:
-    child = start("import time; time.sleep(600)", Lines())
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(0.05)
-    assert child.is_running
-    assert child.stop() == -signal.SIGTERM
-
-
-def test_services_start_at_once_and_the_coordinator_answers_later() -> None:
-    cluster = LocalCluster(pservers=1, trainers=1)
-    try:
-        cluster.launch()
-        assert [service.name for service in cluster.services if service.is_running] == ["coordinator", "pserver 0"]
-        assert not cluster.find_address(cluster.coordinator)
-        assert cluster.status().state == "gathering"
-        cluster.wait_for_coordinator()
-        assert cluster.find_address(cluster.coordinator) == cluster.address
-    finally:
-        cluster.stop()
 
 
 GRANDCHILD = (
@@ -152,26 +123,6 @@ def test_nothing_outlives_a_killed_parent(prelude: str) -> None:
         parent.kill()
         parent.wait()
     assert wait_until(lambda: all(map(is_gone, pids)), seconds=10)
-
-
-def test_a_guardian_ends_what_it_still_guards_when_closed() -> None:
-    guardian = Guardian()
-    ended, forgotten = (
-        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
-        for _ in range(2)
-    )
-    guardian.watch(ended.pid)
-    guardian.watch(forgotten.pid)
-    guardian.forget(forgotten.pid)
-    reaper = threading.Thread(target=ended.wait)  # a zombie's group would be there as long as it is
-    reaper.start()
-    guardian.close()
-    guardian.close()
-    reaper.join(10)
-    assert ended.returncode == -signal.SIGTERM
-    assert forgotten.poll() is None
-    forgotten.kill()
-    forgotten.wait()
 
 
 # ---------------------------------------------------------------------- services

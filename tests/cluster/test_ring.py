@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
+from ps_protocol.errors import BadModel, NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.engines.collective.ring import RingEngine
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
@@ -25,7 +23,6 @@ from .training import (
     assert_close,
     assert_identical,
     run_all,
-    run_trainers,
     step_with,
     train_net,
     train_net_locally,
@@ -71,18 +68,6 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
     run_all(ring, work, bucket_bytes=1000)
 
 
-def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
-    def work(session: Session, bucket_bytes: int) -> int:
-        model = nn.ModuleList([nn.Linear(30, 30) for _ in range(3)])
-        optimizer = wrap_model(session, model, bucket_bytes=bucket_bytes)
-        model[0].weight.grad = torch.ones(30, 30)
-        optimizer.step()
-        assert isinstance(optimizer._engine, RingEngine)
-        return len(optimizer._engine._gradients.buckets)
-
-    assert run_trainers(ring.address, [partial(work, bucket_bytes=n) for n in (4000, 10_000_000)]) == [3, 3]
-
-
 def test_numbers_that_differ_end_the_run_before_parameters_do(ring: LocalCluster) -> None:
     values = []
 
@@ -101,37 +86,7 @@ def test_numbers_that_differ_end_the_run_before_parameters_do(ring: LocalCluster
     assert values == [[-2.0], [-2.0]]
 
 
-def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        model = nn.Linear(20, 20)
-        optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), session=session, overlap=True)
-        model(torch.ones(2, 20)).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with raises_code("gradient_changed"):
-            optimizer.step()
-        with pytest.raises(ContributionConflict, match="Restart the script"):
-            model(torch.ones(2, 20)).sum().backward()
-
-    run_all(ring, work, bucket_bytes=1000)
-
-
-class KeepingOptimizer(torch.optim.Optimizer):
-    """An optimizer that keeps `grad` as state, and whose hyperparameters are None or have several elements."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": None, "rates": torch.tensor([lr, lr / 2])})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight -= group["rates"][0] * weight.grad
-                if self.state[weight]:
-                    weight += group["rates"][1] * self.state[weight]["previous"]
-                self.state[weight]["previous"] = weight.grad
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.ASGD, KeepingOptimizer])
+@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
 def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> None:
     def work(session: Session) -> dict[str, Tensor]:
         weight = nn.Parameter(torch.full((6, 4), float(session.rank)))
@@ -191,22 +146,6 @@ def nan_in_round_2(session: Session) -> list[float]:
     return weight.tolist()
 
 
-def test_a_gradient_that_one_trainer_no_longer_has_is_named(
-    ring: LocalCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work(session: Session) -> None:
-        model = nn.Linear(2, 2)
-        optimizer = wrap_model(session, model)
-        for round_ in range(1, 24):
-            model.bias.requires_grad_(session.rank == 0 or round_ <= 12)
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-
-    run_all(ring, work)
-    assert capsys.readouterr().err.count("trainer 1 has sent no gradient of 'bias' in 10 rounds") == 1
-
-
 def test_under_skip_round_no_trainer_steps(skipping: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_all(skipping, nan_in_round_2) == [[-8.0] * 4] * 2
     said = "round 2 was skipped by all trainers: NaN or infinity in gradients of trainer 1"
@@ -230,72 +169,3 @@ def test_training_outlives_the_coordinator_which_shows_it() -> None:
 
 
 # ---------------------------------------------------------------------- uneven data
-
-
-class Layers(nn.Module):
-    """Three parameters of 10 elements each, of which two fit a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Parameter(torch.zeros(10)) for _ in range(3))
-        self.norm = nn.BatchNorm1d(4)
-        self.norm.requires_grad_(False)
-
-
-@pytest.mark.extended
-@pytest.mark.overlap
-@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-@pytest.mark.parametrize(
-    ("late", "num_batches"), [(("third",), (2, 5)), (("third", "second", "first"), (5, 2)), ((), (3, 3))], ids=str
-)
-def test_nothing_counts_that_is_done_after_the_last_batch(
-    shared_cluster: StartCluster,
-    strategy: str,
-    late: tuple[str, ...],
-    num_batches: tuple[int, int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def work(session: Session) -> dict[str, float]:
-        model = Layers()
-        optimizer = wrap_model(session, model, lr=1.0, overlap=True)
-        for _ in range(num_batches[session.rank]):
-            optimizer.zero_grad()
-            torch.cat([model.first, model.second, model.third]).sum().backward()
-            optimizer.step()
-        values = {name: getattr(model, name).unique().item() for name in ("first", "second", "third")}
-        if session.rank == 0:
-            for name in late:
-                (1000 * getattr(model, name)).sum().backward()
-            model.norm.half()
-        return values
-
-    cluster = shared_cluster(pservers=1, strategy=strategy, lease_seconds=1)
-    found = run_all(cluster, work, bucket_bytes=80)
-    summary, rounds = cluster.summary(), max(num_batches)
-    assert summary.state == "finished"
-    early = [f"trainer {rank} (round {number})" for rank, number in enumerate(num_batches) if number < rounds]
-    assert summary.warning.partition(" left before")[0] == "".join(early)
-    assert "no longer takes part" not in capsys.readouterr().err
-    for values, number in zip(found, num_batches, strict=True):
-        assert set(values.values()) == {-float(number)}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-def test_a_trainer_that_was_refused_may_be_done(shared_cluster: StartCluster, strategy: str) -> None:
-    def work(session: Session) -> float:
-        weight, optimizer = wrap_weight(session, 100)
-        for step in range(6):
-            optimizer.zero_grad()
-            weight.sum().backward()
-            if session.rank == 0 and step == 2:
-                weight.grad = torch.full((100,), math.nan)
-                with pytest.raises(NonFiniteGradient):
-                    optimizer.step()
-                break
-            optimizer.step()
-        return float(weight.unique().item())
-
-    cluster = shared_cluster(pservers=1, strategy=strategy, lease_seconds=1)
-    assert run_all(cluster, work) == [-2.0, -6.0]
-    assert cluster.summary().state == "finished"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.messages import ClusterStatus
 from trainer_client.testing import Child, LocalCluster
 
 from ..soaking import parametrize_sampled
@@ -37,30 +36,18 @@ def running_pods(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faul
     with FaultyRun(800, standbys=1, checkpoints=folder) as run:
         for index in (2, 3):
             run.cluster.start_pserver(index)
-        wait_for_sync(run)
+        run.wait_for_sync()
         yield run
-
-
-def wait_for_sync(run: FaultyRun) -> None:
-    def is_in_sync() -> bool:
-        return {s.follows for s in run.cluster.status().standbys if s.role == "in_sync"} == {0, 1}
-
-    assert wait_until(is_in_sync, 60), run.cluster.status()
-
-
-def find_incarnation(status: ClusterStatus) -> int:
-    """Return the incarnation of pserver 0; 0 while it is lost."""
-    return max((p.heartbeat.incarnation for p in status.pservers if p.index == 0), default=0)
 
 
 def fail_over(run: FaultyRun, former: str) -> None:
     """Kill pserver 0, which the process with index 2 replaces. Its former process follows, or stays dead."""
     run.kill(run.cluster.pservers[0])
-    assert wait_until(lambda: find_incarnation(run.cluster.status()) == 2, 30)
+    run.wait_for_incarnation(2)
     run.wait_for_round(run.round_of(0) + 20)
     if former == "following":
         run.cluster.start_pserver(0)
-        wait_for_sync(run)
+        run.wait_for_sync()
 
 
 def kill_all(run: FaultyRun) -> None:
@@ -95,7 +82,7 @@ def test_a_process_with_an_older_folder_waits_for_the_promoted_one(
     with running_pods(tmp_path, monkeypatch) as run:
         fail_over(run, former)
         kill_all(run)
-        assert wait_until(lambda: find_incarnation(run.cluster.status()) == 0, 30)
+        assert wait_until(lambda: all(p.index != 0 for p in run.cluster.status().pservers), 30)
         for index in (0, 1, 3):
             run.cluster.start_pserver(index)
         run.wait_for_line("this process has an older state and waits for it", of="pserver 0")
@@ -104,5 +91,5 @@ def test_a_process_with_an_older_folder_waits_for_the_promoted_one(
         assert run.round_of(0) == before
         run.cluster.start_pserver(2)
         run.wait_for_round(before + 20)
-        wait_for_sync(run)  # the first process follows now
+        run.wait_for_sync()  # the first process follows now
         check_results(run)

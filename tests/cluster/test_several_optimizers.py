@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,30 +111,6 @@ def test_a_gan_has_the_bits_of_one_process(run_gan: Callable[..., list[Any]]) ->
     run_gan(work)
 
 
-def test_one_optimizer_loads_its_state_and_the_other_keeps_its_own(run_gan: Callable[..., list[Any]]) -> None:
-    def go_back(gan: Gan) -> None:
-        gan.train(0, 2)
-        saved = copy.deepcopy(gan.optimizers["D"].state_dict())  # torch shares its tensors
-        gan.train(2, 2)
-        gan.optimizers["D"].load_state_dict(saved)
-
-    expected = Gan()
-    go_back(expected)
-
-    def work(session: Session) -> None:
-        gan = Gan()
-        gan.wrap(session)
-        go_back(gan)
-        gan.assert_like(expected)  # before a step has brought the state to the pservers
-        expected_here = Gan()
-        go_back(expected_here)
-        expected_here.train(4, 1)
-        gan.train(4, 1)
-        gan.assert_like(expected_here)
-
-    run_gan(work)
-
-
 def test_a_checkpoint_of_one_process_continues_in_a_run(alone: LocalCluster) -> None:
     saved = Gan()
     saved.train()
@@ -176,33 +151,6 @@ def test_rates_and_parameters_have_the_names_of_the_optimizers(alone: LocalClust
             assert httpx.put(url, json={"rate": 0.5, **bad}, trust_env=False).status_code == 422
 
     run_all(alone, work)
-
-
-HALVED: dict[str, Callable[[NamedOptimizer], object]] = {
-    "an entry of remote": lambda two: operator.setitem(
-        two.remote.param_groups, 1, {**two.remote.param_groups[1], "lr": 0.5}
-    ),
-    "groups of remote": lambda two: setattr(
-        two.remote, "param_groups", [{**group, "lr": 0.5} for group in two.remote.param_groups]
-    ),
-    "an entry": lambda two: operator.setitem(two.param_groups, 0, {**two.param_groups[0], "lr": 0.5}),
-    "a state_dict": lambda two: two.load_state_dict(SGD(two.param_groups[0]["params"], lr=0.5).state_dict()),
-}
-
-
-@pytest.mark.parametrize("name", HALVED)
-def test_replaced_groups_count_for_the_optimizer_and_for_the_run(alone: LocalCluster, name: str) -> None:
-    def work(session: Session) -> list[float]:
-        one, two = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-        _, optimizer = gradpost.wrap_optimizers(session=session, one=SGD([one], lr=1.0), two=SGD([two], lr=1.0))
-        HALVED[name](optimizer)
-        step_with(optimizer, two)
-        optimizer.param_groups[0]["lr"] /= 2
-        optimizer.remote.param_groups[1]["lr"] /= 2  # as a scheduler does that holds it
-        step_with(optimizer, two)
-        return two.tolist()
-
-    assert run_all(alone, work) == [[-0.625] * 4]
 
 
 def test_what_several_optimizers_cannot_do_is_refused(session: Session) -> None:

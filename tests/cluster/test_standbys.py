@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -16,6 +17,7 @@ from ps_protocol.messages import PserverState
 from trainer_client.testing import Child
 
 from .faulty_run import FaultyRun
+from .up_support import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -23,35 +25,26 @@ ENDLESS = 1_000_000  # rounds
 CLIPPED: dict[str, Any] = {"kind": "decaying", "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05"}}
 
 
-def read_state(address: str) -> PserverState:
-    answer = httpx.get(f"{address}/v1/state", params={"digest": "true"}, timeout=30, trust_env=False)
-    return PserverState.from_answer(answer.raise_for_status().content)
-
-
-def wait_for_standby(run: FaultyRun, index: int, round_: int, *, attempt: int = 0, seconds: float = 60) -> None:
+def wait_for_standby(run: FaultyRun, index: int, round_: int, *, attempt: int = 0) -> None:
     """Wait until a standby has this round. A killed one is listed until its lease ends."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+
+    def is_there() -> bool:
         found = [s for s in run.cluster.status().standbys if s.follows == index and s.run is not None]
-        if any(s.attempt == attempt and s.round >= round_ for s in found):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no standby of pserver {index} has round {round_}: {run.cluster.status().standbys}")
+        return any(s.attempt == attempt and s.round >= round_ for s in found)
+
+    assert wait_until(is_there, 60), run.cluster.status().standbys
 
 
-def check_bits(run: FaultyRun, index: int, seconds: float = 60) -> None:
-    """Check that the only standby of a pserver that is idle reaches its round, and has its bits."""
+def has_bits(run: FaultyRun, index: int) -> bool:
+    """Return whether the only standby of a pserver that is idle has its round and its bits."""
     leader = run.cluster.view.pserver_state(index, digest=True)
-    deadline = time.monotonic() + seconds
-    while True:
-        [standby] = [s for s in run.cluster.status().standbys if s.follows == index]
-        state = read_state(standby.address)
-        if state.round == leader.round or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    assert (state.round, state.run) == (leader.round, leader.run)
-    assert leader.digest is not None
-    assert state.digest == leader.digest.partition("-")[0]
+    found = []
+    for standby in (s for s in run.cluster.status().standbys if s.follows == index):
+        with suppress(httpx.TransportError):  # a killed one is listed until its lease ends
+            answer = httpx.get(f"{standby.address}/v1/state", params={"digest": "true"}, timeout=30, trust_env=False)
+            state = PserverState.from_answer(answer.raise_for_status().content)
+            found.append((state.round, state.run, state.digest))
+    return found == [(leader.round, leader.run, str(leader.digest).partition("-")[0])]
 
 
 def stop(child: Child) -> None:
@@ -81,9 +74,8 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
             wait_for_standby(run, index, run.cluster.view.pserver_state(index).round + 20, attempt=1)
         for child in run.cluster.trainers:
             run.kill(child)
-        time.sleep(2)  # until the lease of the first standby has ended
         for index in (0, 1):
-            check_bits(run, index)
+            assert wait_until(lambda index=index: has_bits(run, index), 60)
         stop(second)
         assert not [s for s in run.cluster.status().standbys if s.follows == 0]
         lines = [json.loads(line.partition("] ")[2]) for line in run.lines if line.startswith("[standby of pserver 1")]
@@ -92,24 +84,16 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
         assert not [line for line in lines if line["level"] == "error"]
 
 
-def wait_for_sync(run: FaultyRun, num: int) -> None:
-    """Wait until so many standbys are in sync."""
-    deadline = time.monotonic() + 60
-    while sum(s.role == "in_sync" for s in run.cluster.status().standbys) < num:
-        assert time.monotonic() < deadline, run.cluster.status().standbys
-        time.sleep(0.1)
-
-
 def test_a_pserver_that_stops_is_replaced_and_follows_when_it_returns() -> None:
     with FaultyRun(500, durability="replicated") as run:
         run.cluster.start_standby(0)
-        wait_for_sync(run, 1)
+        run.wait_for_sync(0)
         pserver = run.cluster.pservers[0]
         stop(pserver)
         run.wait_for_round(run.round_of(0) + 30)
         assert run.cluster.status().pservers[0].heartbeat.incarnation == 2
         run.cluster.start_pserver(0)
-        wait_for_sync(run, 1)
+        run.wait_for_sync(0)
         run.check_results()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 from collections.abc import Callable
@@ -245,64 +244,6 @@ def test_loaded_slots_outlive_pservers_in_every_mode(
     [(actual, state)] = run_all(cluster, train, **SMALL)
     assert_same_state(state, expected_state)
     assert_identical(actual, expected)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
-    mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint, expected, _ = saved_locally("AdamW")
-
-    def train(address: str, steps: int, *, counted: int | None = None, is_done: bool) -> dict[str, Tensor]:
-        with Session(coordinator=address, rank=0, world_size=1, **SMALL) as session:
-            parameters = make_parameters(seed=3)
-            local = make_optimizer("AdamW", parameters, local=False)
-            state = load(checkpoint, parameters)
-            if is_done:
-                local.load_state_dict(state)
-            optimizer = RemoteOptimizer(local, session=session)
-            optimizer.load_state_dict(state)
-            assert repr(optimizer).startswith("RemoteOptimizer(AdamW, round ")  # which is not to ask for it
-            done = optimizer.round if counted is None else counted
-            for step in range(done):  # as a schedule does that goes by the round
-                change_rates(optimizer, BEFORE + step)
-            begin = BEFORE + done
-            take_steps(optimizer, parameters, range(begin, begin + steps), set_gradients)
-            if not is_done:
-                session.close("failed", "it shall")
-            return values(parameters)
-
-    settings = {"mode": mode, "on_trainer_loss": "wait", "lease_seconds": 2}
-    with LocalCluster(pservers=2, trainers=1, local_transport=False, **settings) as cluster:
-        train(cluster.address, 1, counted=0, is_done=False)
-        assert "optimizer.round" not in capsys.readouterr().err
-        train(cluster.address, 1, counted=1, is_done=False)
-        said = capsys.readouterr().err
-        assert f"continuing run {cluster.status().run} at round 1:" in said
-        [warning] = [line for line in said.splitlines() if "has not read optimizer.round" in line]
-        assert "the run is at round 1," in warning
-        assert_identical(train(cluster.address, AFTER - 2, is_done=True), expected)
-        assert "optimizer.round" not in capsys.readouterr().err
-
-
-def test_local_steps_keep_the_state_of_their_own_optimizer(other_cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        parameters = make_parameters()
-        local = make_optimizer("AdamW", parameters, local=False)
-        optimizer = RemoteOptimizer(local, session=session, local_steps=2)
-        take_steps(optimizer, parameters, range(2), set_gradients)
-        state = copy.deepcopy(optimizer.state_dict())
-        assert_same_state(state, local.state_dict())
-        assert state["state"][0]["step"] == 2
-        take_steps(optimizer, parameters, range(2, 4), set_gradients)
-        optimizer.load_state_dict(state)
-        assert optimizer.state_dict()["state"][0]["step"] == 2
-        assert local.param_groups is optimizer.param_groups
-        take_steps(optimizer, parameters, range(4, 6), set_gradients)
-        assert local.state_dict()["state"][0]["step"] == 4
-
-    run_all(other_cluster, train, **SMALL)
 
 
 @pytest.mark.extended

@@ -7,19 +7,16 @@ import random
 from signal import SIGKILL
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load
 from torch import nn
 
-from ps_protocol.errors import NonFiniteGradient, TrainerLost
+from ps_protocol.errors import TrainerLost
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..raising import raises_code
 from .conftest import StartCluster
 from .training import (
     NUMBERS,
@@ -76,17 +73,6 @@ async def test_a_round_of_parameter_clients(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_wrong_tensor_is_refused_before_it_leaves(cluster: LocalCluster) -> None:
-    async def train(rank: int) -> None:
-        async with ParameterClient(cluster.address, rank=rank) as client:
-            await start(client)
-            with raises_code("wrong_shape"):
-                await client.send(1, {"w": torch.zeros(3, 4)}, NUMBERS)
-
-    await asyncio.gather(train(0), train(1))
-
-
-@pytest.mark.asyncio
 async def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster) -> None:
     async def leave_early() -> None:
         async with ParameterClient(cluster.address, rank=0) as client:
@@ -121,22 +107,6 @@ def test_parameters_without_names_are_called_by_position(
     assert capsys.readouterr().err.count("2 parameters have no names") == 2  # once a trainer
 
 
-def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        weight, optimizer = wrap_weight(session, 8)
-        weight.grad = torch.ones(8)
-        if session.rank == 0:
-            with pytest.raises(TrainerLost, match="trainer 1 failed: its gradient was not finite"):
-                optimizer.step()
-            return
-        weight.grad[5] = float("nan")
-        with pytest.raises(NonFiniteGradient, match=r"trainer 1 pushed NaN .* block 'weight.block1'"):
-            optimizer.step()
-        session.close("failed", "its gradient was not finite")
-
-    run_all(cluster, work, min_block_size=4)
-
-
 @pytest.mark.extended
 def test_a_run_may_end_before_it_has_initial_values(alone: LocalCluster) -> None:
     def declare_only(session: Session) -> None:
@@ -144,17 +114,6 @@ def test_a_run_may_end_before_it_has_initial_values(alone: LocalCluster) -> None
 
     run_all(alone, declare_only)
     run_all(alone, lambda session: train_remotely("SGD", session), retry_seconds=20)
-
-
-def test_a_parameter_with_a_slash_in_its_name_is_listed_and_served(session: Session, alone: LocalCluster) -> None:
-    weight = nn.Parameter(torch.zeros(7, 3))
-    optimizer = RemoteOptimizer(torch.optim.SGD([("layer/weight.0", weight)], lr=1.0), session=session)
-    step_with(optimizer, weight)
-    [entry] = httpx.get(f"{alone.address}/v1/parameters").json()["parameters"]
-    described = [entry[key] for key in ("name", "shape", "dtype", "bytes")]
-    assert described == ["layer/weight.0", [7, 3], "F32", 84]
-    body = httpx.get(f"{alone.address}/v1/parameters/layer/weight.0").content
-    assert torch.equal(load(body)["layer/weight.0"], weight)
 
 
 def random_states() -> list[Any]:

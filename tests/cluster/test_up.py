@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
 ]
-CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
 
 def run_up(*arguments: object, folder: Path, cold: bool = False, **environ: str) -> tuple[int, str, str]:
@@ -51,25 +50,6 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
     assert sorted(line.split()[1] for line in shards) == ["32", "40"]
     assert "\x1b" not in stdout + stderr
     assert re.fullmatch(r"gradpost: 2 pservers and 2 trainers; dashboard: http://\S+\n", stderr)
-
-
-@pytest.mark.extended
-def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
-    script = train_script(tmp_path, rounds=160, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
-    ours, theirs = os.openpty()
-    environ = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    arguments = ("--pservers", 1, "--trainers", 1, "--lease-seconds", 3, "--", "python", script)
-    with RunningUp(*arguments, folder=tmp_path, stdout=theirs, cold=True, **environ) as up:
-        os.close(theirs)
-        shown = read_terminal(ours)
-        code = up.process.wait(SECONDS)
-    assert code == 0, shown
-    assert re.search(r"waiting for .*trainer 0", shown)
-    assert re.search(r"training: round [1-9]\d*  [0-9.]+ rounds/s  [0-9.]+ MB/s  elapsed 0:0\d  loss 0\.25", shown)
-    assert "\x1b[36m[trainer 0] \x1b[0mrank 0 of 1" in shown
-    assert "\x1b[1A" in shown or "\x1b[2K" in shown  # the live line is erased and drawn again
-    last = CONTROL.sub("", shown).rstrip().splitlines()[-1]
-    assert last.startswith("trained: mode=sync transport=HTTP/2 accuracy=0.5 rounds=160 seconds=")
 
 
 @pytest.mark.extended
@@ -301,20 +281,6 @@ def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
         assert up.process.stdout is not None
         up.process.stdout.close()
         assert up.process.wait(SECONDS) == 128 + signal.SIGPIPE
-        assert up.has_left_nothing(), up.left()
-
-
-@pytest.mark.extended
-def test_a_pserver_that_dies_ends_it_and_a_coordinator_is_started_again(tmp_path: Path) -> None:
-    joins = "import gradpost\ngradpost.connect()\n" + IDLE
-    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", joins, folder=tmp_path, cold=True) as up:
-        up.wait_for("[trainer 0] ready")
-        os.kill(up.pid_of("-m services.coordinator"), signal.SIGKILL)
-        os.kill(up.pid_of("-m services.pserver"), signal.SIGKILL)
-        code, _, stderr = up.finish()
-        assert code == 1
-        assert "coordinator was ended by SIGKILL (out of memory?); starting it again (2 restarts left)" in stderr
-        assert "gradpost: pserver 0 was ended by SIGKILL (out of memory?)" in stderr
         assert up.has_left_nothing(), up.left()
 
 

@@ -2,7 +2,8 @@
 
     python training_script.py ROUNDS [PAUSE_SECONDS [TROUBLE [KIND]]]
 
-TROUBLE is RANK:ROUND:WHAT, where WHAT is `nan` (in that gradient), `raise` (after that round), `raise-once` or `stop`.
+TROUBLE is RANK:ROUND:WHAT, where WHAT is `nan` (in that gradient), `raise` (after that round), `raise-once`, `stop`
+or `hang`.
 KIND is a name in `KINDS`. Prints `round N` for each round and in the end `result RESULT ROUND`.
 """
 
@@ -17,9 +18,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from trainer_client import GradScaler, RemoteOptimizer, Session, connect
+from trainer_client import RemoteOptimizer, Session, connect
 
-INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
 SIZES = (40, 100, 7)  # of the rows that `Counting` counts in: several blocks, on every pserver
 
 
@@ -60,7 +60,9 @@ class Regression:
 
     def take_step(self, *, has_nan: bool) -> None:
         self.optimizer.zero_grad()
-        loss_of(self.model, self.session.rank, self.begun + 1).backward()
+        loss = loss_of(self.model, self.session.rank, self.begun + 1)
+        loss.backward()
+        self.session.report(loss=loss.item())
         if has_nan:
             next(self.model.parameters()).grad[0, 0] = float("nan")
         self.optimizer.step()
@@ -73,31 +75,6 @@ class Decaying(Regression):
     """AdamW on the same network."""
 
     optimizer_class = torch.optim.AdamW
-
-
-def overflows(rank: int, round_: int) -> bool:
-    return round_ % 7 == 5 and rank == round_ // 7 % 2
-
-
-class Scaling(Regression):
-    """Regression with a GradScaler; some losses are infinite. Prints `scale ROUND SCALE` for each loss."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self.scaler = GradScaler(self.optimizer, "cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-
-    @property
-    def begun(self) -> int:
-        return self.optimizer._engine.progress.begun  # with `max_delay` more than optimizer.round
-
-    def take_step(self, *, has_nan: bool) -> None:
-        round_ = self.begun + 1
-        self.optimizer.zero_grad()
-        loss = loss_of(self.model, self.session.rank, round_)
-        self.scaler.scale(loss * float("inf") if overflows(self.session.rank, round_) else loss).backward()
-        say(f"scale {self.begun + 1} {self.scaler.get_scale()}")  # another round if the run went back meanwhile
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 class Counting(Regression):
@@ -124,7 +101,7 @@ class Counting(Regression):
         return ",".join("/".join(f"{value:.0f}" for value in sorted(row)) for row in rows)
 
 
-KINDS = {"regression": Regression, "decaying": Decaying, "scaling": Scaling, "counting": Counting}
+KINDS = {"regression": Regression, "decaying": Decaying, "counting": Counting}
 
 
 def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) -> None:
@@ -141,6 +118,8 @@ def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) 
         if is_troubled and optimizer.round == int(at):
             if what == "stop":
                 break
+            if what == "hang":
+                time.sleep(600)
             if what == "raise-once" and not Path("raised").exists():
                 Path("raised").touch()
                 what = "raise"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -148,14 +147,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def ends_with_a_way_on(output: str, reason: str) -> bool:
-    """Return whether the last line has the reason, once, and the command that continues the run."""
-    last = output.rstrip("\n").rpartition("\n")[2]
-    return (
-        re.match(
-            rf"gradpost: {re.escape(reason)} \(at round \d+\)\. Continue: \S*gradpost up --resume .*-- python", last
-        )
-        is not None
-    )

@@ -16,7 +16,8 @@ import pytest
 
 from trainer_client.testing import LocalCluster
 
-from ..cluster.trainer_processes import Plot, Trainer
+from ..cluster.faulty_run import SCRIPT
+from ..cluster.up_support import wait_until
 from .markdown import ROOT
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl (apt-get install curl)")
@@ -38,9 +39,8 @@ class Stage:
         run_gradpost("token", "create", "--dir", str(self.tokens))
         self.cluster = LocalCluster(
             pservers=1, trainers=2, tokens_dir=self.tokens, state_dir=folder / "state", max_body_bytes=3_000_000,
-            lease_seconds=1, round_timeout_seconds=2, rejoin_timeout_seconds=3,
+            lease_seconds=1, round_timeout_seconds=2, rejoin_timeout_seconds=3, max_log_bytes=1 << 30,
         )  # fmt: skip
-        self._trainers: list[Trainer] = []
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the variables of a shell for this cluster."""
@@ -56,19 +56,12 @@ class Stage:
         """Return the output of a document's commands in a shell of this cluster's folder; each has to succeed."""
         return run_shell(self.folder, *scripts, **self.environment(**more))
 
-    # ------------------------------------------------------------ trainers
-
     def begin_run(self) -> None:
-        """Start both trainers as processes, and wait until they have completed a round."""
-        plot = Plot(settings={"token_file": self.tokens / "train"})
-        self._trainers = [Trainer(self.cluster.address, rank, plot) for rank in range(2)]
-        for trainer in self._trainers:
-            trainer.wait_for("round", 1)
-
-    def clear(self) -> None:
-        """End all trainers."""
-        while self._trainers:
-            self._trainers.pop().end()
+        """Start both trainers, and wait until they have completed a round."""
+        for rank in range(2):
+            command = [sys.executable, str(SCRIPT), "1000000", "0.01"]
+            self.cluster.start_trainer(rank, command, {"PYTHONPATH": str(ROOT)})
+        assert wait_until(lambda: self.cluster.status().round > 0, 60)
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -187,20 +187,3 @@ def test_two_of_them_train_together(cluster: LocalCluster, tmp_path: Path) -> No
     np.testing.assert_array_equal(live.reshape(-1), expected())
     summary = cluster.summary()
     assert (summary.state, summary.rounds, summary.transport) == ("finished", ROUNDS, "HTTP/1.1")
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("numpy_rank", [0, 1], ids=["it uploads", "it only gets"])
-def test_beside_a_remote_optimizer(cluster: LocalCluster, tmp_path: Path, numpy_rank: int) -> None:
-    client = start(cluster, numpy_rank, tmp_path)
-    rank = 1 - numpy_rank
-    with Session(coordinator=cluster.address, rank=rank, world_size=2) as session:
-        w = torch.nn.Parameter(torch.zeros(10, 1000))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("w", w)], lr=0.5), session=session)
-        target = torch.arange(NUM_ELEMENTS, dtype=torch.float32).reshape(10, 1000) + rank
-        for _ in range(ROUNDS):
-            w.grad = w.detach() - target  # of half the squared distance
-            optimizer.step()
-    finish(client)
-    np.testing.assert_array_equal(np.load(tmp_path / f"{numpy_rank}.npy"), expected())
-    np.testing.assert_array_equal(w.detach().reshape(-1).numpy(), expected())

@@ -11,14 +11,12 @@ import pytest
 from fastapi import FastAPI
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from ps_config.tokens import SCOPES
 from ps_protocol import routes
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.requests import NORM_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.runtime.scopes import ROUTE_SCOPES
 
 from ..raising import raises_code
 from ..unit.protocol.test_messages import find_unbounded
@@ -46,19 +44,6 @@ async def read_document(app: FastAPI) -> Document:
     async with call(app) as http:
         document: Document = (await http.get("/openapi.json")).json()
     return document
-
-
-@pytest.mark.asyncio
-async def test_a_wrong_method_is_answered_with_the_allowed_ones() -> None:
-    async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
-        for app in (pserver, coordinator):
-            paths = (await read_document(app))["paths"]
-            async with call(app) as http:
-                for path, methods in paths.items():
-                    answer = await http.request("BREW", re.sub(r"{\w+}", "0", path))
-                    allowed = {method.upper() for method in methods} | ({"HEAD"} if "get" in methods else set())
-                    assert (answer.status_code, path) == (405, path)
-                    assert answer.headers["allow"] == ", ".join(sorted(allowed))
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +95,6 @@ def test_every_operation_is_described_and_may_fail_with_a_problem(document: Docu
             assert schema.get("items", schema).get("additionalProperties") is not True, route
 
 
-def test_every_operation_names_the_scope_of_its_token(document: Document) -> None:
-    [scheme] = document["components"]["securitySchemes"].values()
-    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
-    assert all(f"`{scope}`" in scheme["description"] for scope in SCOPES)
-    scopes = {(method.lower(), path.replace(":path}", "}")): scope for (method, path), scope in ROUTE_SCOPES.items()}
-    for route, operation in operations_of(document).items():
-        scope = scopes[route]
-        assert operation["security"] == ([{"token": [scope]}] if scope else [])
-        assert ({"401", "403"} <= operation["responses"].keys()) == bool(scope)
-
-
 def test_bodies_and_parameters_are_bounded(document: Document) -> None:
     schemas = {**document, "$defs": document["components"]["schemas"]}
     for route, operation in operations_of(document).items():
@@ -128,18 +102,6 @@ def test_bodies_and_parameters_are_bounded(document: Document) -> None:
         taken = [body["schema"] for body in bodies.values() if body["schema"].get("format") != "binary"]
         taken += [parameter["schema"] for parameter in operation.get("parameters", ())]
         assert [place for schema in taken for place in find_unbounded(schema, schemas, " ".join(route))] == []
-
-
-def test_the_fence_is_required(pserver: Document) -> None:
-    for method, path in FENCED:
-        headers = {p["name"]: p["required"] for p in pserver["paths"][path][method]["parameters"]}
-        assert headers.items() >= dict.fromkeys(HEADERS, True).items()
-        of_a_barrier = {BARRIER_HEADER: True, VERDICT_HEADER: False}
-        more = {routes.BARRIER: of_a_barrier} | {
-            route: dict.fromkeys(optional, False)
-            for route, optional in ((routes.GET, {*OPTIONAL, HAVE_HEADER}), (routes.NORM, OPTIONAL))
-        }
-        assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
 
 
 def test_headers_match_their_described_patterns(pserver: Document) -> None:
@@ -151,6 +113,3 @@ def test_headers_match_their_described_patterns(pserver: Document) -> None:
     with raises_code("bad_header"):
         Fence.from_headers({FENCE_HEADER: HEADERS[FENCE_HEADER] + "9" * 19})
     assert not re.search(by_name[FENCE_HEADER]["pattern"], HEADERS[FENCE_HEADER] + "9" * 19)
-
-
-OPTIONAL = (BARRIER_HEADER, VERDICT_HEADER, NORM_HEADER, WAIT_HEADER)

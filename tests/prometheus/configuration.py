@@ -29,11 +29,6 @@ class Query:
     def __str__(self) -> str:
         return f"{self.row} / {self.panel} / {self.legend}"
 
-    def at(self, scrape_seconds: float, step_seconds: float) -> str:
-        """Return the query that Grafana sends with this scrape interval and this distance of points."""
-        interval = max(step_seconds + scrape_seconds, 4 * scrape_seconds)
-        return self.expr.replace("$__rate_interval", f"{interval:g}s")
-
 
 def dashboard() -> dict[str, Any]:
     return json.loads(DASHBOARD.read_text())  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Alerts fire in time and only for a reason, and Grafana finds its dashboard; test_live.py asks a real Prometheus."""
+"""Alerts fire in time and only for a reason, and Grafana finds its dashboard."""
 
 from __future__ import annotations
 
@@ -125,6 +125,15 @@ def test_kubernetes_has_the_same_rules() -> None:
 
 
 QUERIES = [*queries()]
+
+
+def test_every_metric_of_a_query_or_a_rule_exists() -> None:
+    """The page of the metrics is generated from the code."""
+    known = set(re.findall(r"`(\w+)`", (DEPLOY.parent / "docs" / "metrics.md").read_text()))
+    exprs = [query.expr for query in QUERIES]
+    exprs += [rule["expr"] for kind in ("alert", "record") for rule in rules(kind).values()]
+    used = {name for expr in exprs for name in re.findall(r"\b(?:gradpost|process)_\w+", expr)}
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in used} - known == set()
 
 
 def test_every_recording_rule_is_shown_or_alerted_on() -> None:
