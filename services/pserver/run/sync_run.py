@@ -218,7 +218,7 @@ class SyncRun(Run):
                     reply = await run(self._step, apply)
             except OSError as error:  # also the end of the time
                 self.metrics.log_failures.inc()
-                if loop.time() >= deadline or self.failure is not None:
+                if loop.time() + LOG_RETRY_SECONDS >= deadline or self.failure is not None:
                     raise self.storage_failed(f"log round {apply.round}", error) from error
                 if loop.time() >= next_report:
                     log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
