@@ -125,6 +125,18 @@ async def test_a_process_with_an_older_folder_waits_for_the_newest_one(previous:
         assert await register(cluster, previous) == 3
 
 
+async def test_a_promoted_pserver_does_not_wait_for_its_own_former_process() -> None:
+    async with after_fail_over() as cluster:
+        lose(cluster, is_restored=True, present_since=cluster.coordinator.now() + 1)  # both have restarted
+        assert await register(cluster, 2) == 3
+
+
+async def test_a_process_without_a_folder_does_not_wait() -> None:
+    async with after_fail_over() as cluster:
+        lose(cluster)
+        assert await register(cluster, 0, is_empty=True) == 3
+
+
 @pytest.mark.parametrize("point", ["promote.after", "decide.after"])
 async def test_after_a_restart_a_successor_is_awaited_only_if_it_may_have_had_the_run(
     point: str, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +195,15 @@ async def test_a_successor_that_was_cut_off_before_its_promotion_is_promoted_whe
         await cluster.report("s")
         await eventually(lambda: "s" in cluster.processes.promoted)
         assert cluster.processes.promoted["s"].incarnation == 2
+
+
+async def test_a_standby_follows_no_earlier_incarnation_of_a_lost_pserver_that_was_promoted() -> None:
+    async with after_fail_over() as cluster:
+        report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=0)
+        for leader in ("http://s:1", None):
+            answer = cluster.coordinator.cluster.report_standby(report, 0.0)
+            assert (answer.leader, answer.incarnation) == (leader, 2)
+            lose(cluster)
 
 
 async def test_a_standby_joins_only_while_the_run_trains() -> None:

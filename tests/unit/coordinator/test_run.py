@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, Ended, ModelMismatch, RunStopped, StaleRun, TrainerLost
+from ps_protocol.errors import BadModel, Ended, ModelMismatch, NotFound, RunStopped, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.state.joining import declare_model, join_run, start_run
 from services.coordinator.state.losses import (
+    evict_trainer,
     expire_trainers,
     leave_run,
     lose_stuck_trainers,
@@ -323,6 +324,23 @@ def test_a_finished_run_stays_finished():
         None,
         number,
     )
+
+
+def test_an_evicted_trainer_is_not_awaited_and_the_last_one_stays():
+    run = evict_trainer(training(on_trainer_loss="wait"), 1, 5)
+    assert (run.record.trainers[1].state, run.record.trainers[1].was_evicted, awaited(run)) == ("lost", True, [])
+    with raises_code("cannot_evict"):
+        evict_trainer(run, 0, 6)
+    with pytest.raises(NotFound):
+        evict_trainer(run, 1, 6)
+
+
+def test_the_round_before_the_start_of_a_trainer_does_not_count_as_received():
+    run = training()
+    run = replace(run, record=run.record.with_fields(membership=replace(run.record.membership, starts={0: 7})))
+    for round_, received in ((6, 0), (7, 7)):
+        run = note_heartbeat(run, 0, alive(round_=round_), 1)
+        assert run.newest_received == received
 
 
 # ---------------------------------------------------------------- another incarnation
