@@ -252,7 +252,6 @@ class FailOver:
             return
         log.warning("a pserver does not answer; a standby replaces it", pserver=index, incarnation=incarnation)
         self._replacing.add(index)
-        self._shell.interrupt(index)
         self._cluster.registry = self._cluster.registry.change_replicas(index, Replicas.suspect)
         await self._persist_patiently()
         reach_failpoint("fence.before")

@@ -75,6 +75,7 @@ def test_a_second_pserver_with_the_same_index_waits_for_the_lease_of_the_first()
     assert registry.expire(9 + LEASE) == registry
     registry = registry.expire(9.001 + LEASE)
     assert (registry.known[0].record.instance, registry.members) == ("pserver a", {})
+    assert list(registry.heartbeat(0, beat(), 19.2).members) == [0]  # it returns if no other process has come
     registry, answer = registry.register(registration("b", index=0), 19.5)
     assert (answer.index, answer.incarnation) == (0, 2)
 
