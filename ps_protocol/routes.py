@@ -27,7 +27,6 @@ BUFFERS = "/v1/buffers"
 UPDATES = "/v1/updates"
 SHARD_COPY = "/v1/shard/copy"
 SHARD_DIGESTS = "/v1/shard/digests"
-HELD_UPDATES = "/v1/updates/held"
 # standby: fail-over
 FENCE_STANDBY = "/v1/standby/fence"
 PROMOTE_STANDBY = "/v1/standby/promote"

@@ -35,7 +35,7 @@ class ReportStandby(Message):
     """The registration of a standby, and its heartbeat. `instance` is a random id of the process.
 
     The lag is the updates of the leader that the replica has not applied. `lost` is the incarnation of the pserver
-    whose stream has ended without a reason, or is silent; 0: none.
+    that does not answer its requests for updates; 0: none.
     """
 
     protocol: Protocol
@@ -90,18 +90,8 @@ class SeenStandbys(Message):
     """The standbys of a pserver with durability `replicated`, as it sees them: a part of its heartbeat."""
 
     number: Count = Field(description="number of the newest `RequiredStandbys` that the pserver has received")
-    connected: Instances = Field(description="standbys with an open stream that confirm updates in time")
+    connected: Instances = Field(description="standbys that ask for updates, and confirm them in time")
     caught_up: Instances = Field(description="required standbys that hold every acknowledged update")
-
-
-class HeldUpdates(Message):
-    """The confirmation of a standby to its pserver: it holds all updates of an attempt up to a round."""
-
-    run: Identifier
-    attempt: Ordinal
-    incarnation: Incarnation = Field(description="incarnation of the pserver that sent the updates")
-    instance: Instance
-    round: Round
 
 
 class FenceStandby(Message):

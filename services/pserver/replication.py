@@ -1,13 +1,13 @@
-"""Reads for other processes that repeat this pserver's updates: the log as a stream, and a copy of the whole shard.
+"""Reads for other processes that repeat this pserver's updates: the records of the log, and a copy of the whole shard.
 
-Both are made of the bytes that the pserver writes to its disk. `durable/record_stream.py` describes the stream.
+Both are made of the bytes that the pserver writes to its disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 import torch
@@ -15,143 +15,131 @@ from fastapi import FastAPI, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
-from ps_protocol.errors import Conflict, FutureRound, GradpostError, StalePserver, StaleRun, TryAgain
+from ps_protocol.errors import Conflict, GradpostError, StaleRun
 from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
+from ps_protocol.standbys import ServedRun, ShardDigests
 from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
 from services.runtime.security import may_administer
 
-from .durable.log_reader import LogReader
-from .durable.record_stream import IDLE_SECONDS, encode_end, encode_idle
+from .durable.log_reader import Records
 from .durable.storage import RunStorage
 from .pserver import Pserver
 from .run.run import Run
 from .run.sync_run import SyncRun
 from .shard.shard_state import ShardState
 
-MAX_STREAMS = 16
-DRAIN_SECONDS = 1.0  # for the rest of the log, once the run has ended
+MAX_READERS = 16  # at once, beside the standbys that may lead
+MAX_WAIT_SECONDS = 10.0
 UPDATES_TYPE = "application/x-gradpost-updates"
 
 
-class UpdateStreams:
-    """The streams of one pserver, which are limited: each holds at most a part of the log of 1 MiB."""
+class UpdatesReply(Response):
+    """The records of the log behind a round, as they are in its file; the request waits for the first one.
 
-    def __init__(self) -> None:
-        self._num_open = 0
-
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """Count a stream for the block. Raises TryAgain beyond `MAX_STREAMS`."""
-        if self._num_open >= MAX_STREAMS:
-            raise TryAgain(f"the limit of {MAX_STREAMS} streams of updates is reached", code="overloaded")
-        self._num_open += 1
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-
-
-class UpdateStream(Response):
-    """The reply that contains the log from the update after a round on, until the run or the connection ends.
-
-    While it is open, the standby that it is for may confirm updates.
+    A standby that asks for the updates after a round holds all updates up to it: that is its confirmation.
     """
 
     def __init__(
-        self, streams: UpdateStreams, run: Run, after: Round, digest: str | None, standby: Instance | None = None
+        self,
+        places: LargeReplies,
+        run: Run,
+        after: Round,
+        chain: str | None,
+        wait_seconds: float,
+        standby: Instance | None,
     ) -> None:
         super().__init__(media_type=UPDATES_TYPE)
-        self._streams = streams
+        self._places = places
         self._run = run
         self._storage = _require_log(run)
         self._after = after
-        self._digest = digest
+        self._chain = chain
+        self._wait_seconds = wait_seconds
         self._standby = standby
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the log, and then each update as soon as it is in the log."""
-        loop, changed, limit = asyncio.get_running_loop(), asyncio.Event(), asyncio.timeout(None)
+        """Wait for records and send them, unless the client disconnects."""
+        left = watch_for_disconnect(receive)
+        try:
+            async with self._places.slot():
+                records = await self._find_records(left)
+                try:
+                    await self._send(records, send)
+                finally:
+                    if records is not None:
+                        records.close()
+        finally:
+            left.cancel()
 
-        def note_change() -> None:
-            changed.set()
-            if self._run.failure is not None and limit.when() is None and not limit.expired():
-                with suppress(RuntimeError):  # before the block is entered, or after its end
-                    limit.reschedule(loop.time() + DRAIN_SECONDS)
+    async def _find_records(self, left: asyncio.Task[None]) -> Records | None:
+        """Return the next records, or None if there are none in time."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(note_change)
+                loop.call_soon_threadsafe(changed.set)
 
-        with self._streams.place():
-            left = watch_for_disconnect(receive)
-            left.add_done_callback(lambda _: changed.set())
-            reader: LogReader | None = None
-            try:
-                reader = await asyncio.to_thread(self._storage.read_updates, self._after, self._digest)
-                self._storage.log.add_waker(wake)
-                self._begin_confirmations(left)
-                async with limit:
-                    note_change()  # the run may have ended meanwhile
-                    await self._send(reader, changed, send, left)
-            except TimeoutError:
-                pass  # a slow reader: the server cuts the response off
-            finally:
-                self._storage.log.remove_waker(wake)
-                left.cancel()
-                if reader is not None:
-                    reader.close()
+        left.add_done_callback(lambda _: changed.set())
+        log, deadline = self._storage.log, loop.time() + self._wait_seconds
+        log.add_waker(wake)
+        standbys, confirmation = None if self._standby is None else self._run.standbys, 0
+        try:
+            while True:
+                changed.clear()
+                failure = self._run.failure  # before the read, which then finds the last update
+                try:
+                    records = await asyncio.to_thread(self._storage.find_records, self._after, self._chain)
+                except GradpostError:
+                    self._run.check_failure()  # which may have closed the log
+                    raise
+                except OSError as error:
+                    raise self._run.storage_failed("read its log", error) from error
+                if standbys is not None and self._standby is not None and not confirmation:
+                    confirmation = standbys.confirm(self._standby, self._after)
+                if records is None and failure is not None:
+                    self._run.check_failure()
+                if records is not None or loop.time() >= deadline or left.done():
+                    return records
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await changed.wait()
+        finally:
+            log.remove_waker(wake)
+            if left.done() and standbys is not None and self._standby is not None:
+                standbys.remove(self._standby, confirmation)
 
-    def _begin_confirmations(self, left: asyncio.Task[None]) -> None:
-        """Let the standby confirm updates until it has left, or the stream is over and cancels `left`."""
-        if self._standby is not None and (standbys := self._run.standbys) is not None:
-            stream = standbys.open_stream(self._standby)
-            left.add_done_callback(lambda _: standbys.close_stream(stream))
-
-    async def _send(self, reader: LogReader, changed: asyncio.Event, send: Send, left: asyncio.Task[None]) -> None:
-        installed = self._run.installed
-        headers = [(b"content-type", UPDATES_TYPE.encode()), (b"gradpost-incarnation", b"%d" % installed.incarnation)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        part = self._encode_idle()  # so that the reader gets the headers at once
-        while not left.done():
-            if part:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            changed.clear()
-            failure = self._run.failure  # before the read, which then reaches the last update
-            try:
-                part = await asyncio.to_thread(reader.read)
-            except GradpostError as error:
-                part, failure = b"", failure or error
-            except OSError as error:
-                part, failure = b"", failure or self._run.storage_failed("read its log", error)
-            if part:
-                continue
-            if failure is not None and reader.is_in_record:
-                return  # the server cuts the response off
-            if failure is not None:
-                await send({"type": "http.response.body", "body": encode_end(failure)})
-                return
-            try:
-                async with asyncio.timeout(IDLE_SECONDS):
-                    await changed.wait()
-            except TimeoutError:
-                part = self._encode_idle()
-
-    def _encode_idle(self) -> bytes:
+    async def _send(self, records: Records | None, send: Send) -> None:
+        num_bytes = 0 if records is None else records.end - records.begin
         tail = self._storage.log.tail
-        return encode_idle(0 if tail is None else tail.round)
+        headers = {
+            "content-type": UPDATES_TYPE,
+            "content-length": str(num_bytes),
+            "gradpost-incarnation": str(self._run.installed.incarnation),
+            "gradpost-round": str(self._after if tail is None else tail.round),
+        }
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        at = 0 if records is None else records.begin
+        while records is not None and at < records.end:
+            part = await asyncio.to_thread(records.read, at, PART_BYTES)
+            at += len(part)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _require_log(run: Run) -> RunStorage:
-    """Return the storage of a run whose updates can be read. Raises NotReady, Conflict, or the run's failure."""
-    run.check_failure()
+    """Return the storage of a run whose updates can be read. Raises NotReady, and Conflict."""
     run.check_readable()
     if run.storage is None or not run.storage.has_log:
-        text = f"pserver {run.index} has no log of updates; set durability to log, fsync or replicated, in mode sync"
-        raise Conflict(text, code="no_update_log", expected="log, fsync or replicated", actual=run.installed.durability)
+        raise _make_refusal(run)
     return run.storage
+
+
+def _make_refusal(run: Run) -> Conflict:
+    text = f"pserver {run.index} has no log of updates; set durability to log, fsync or replicated, in mode sync"
+    return Conflict(text, code="no_update_log", expected="log, fsync or replicated", actual=run.installed.durability)
 
 
 @asynccontextmanager
@@ -160,13 +148,13 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
     It may contain updates that wait for standbys: one of these may need the copy.
     """
-
-    storage = run.require_storage() if isinstance(run, SyncRun) else _require_log(run)
-    assert isinstance(run, SyncRun)  # an asynchronous run has no log
-    stepped = run
+    storage = run.require_storage()
+    if not isinstance(run, SyncRun):
+        raise _make_refusal(run)
+    sync_run = run  # mypy knows its type in `copy`, too
 
     def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
-        return run.shard.state.clone(), storage.describe_shard(stepped.stepped_history)
+        return run.shard.state.clone(), storage.describe_shard(sync_run.stepped_history)
 
     state, description = await run.read_between_updates(copy)
     run.check_failure()  # the newest step may have failed
@@ -183,7 +171,7 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     """Add the routes that followers read."""
     # Of standbys that may lead, and of all other readers, which would keep the former from a copy.
-    streams = {may_lead: UpdateStreams() for may_lead in (True, False)}
+    places = {may_lead: LargeReplies(max_at_once=MAX_READERS) for may_lead in (True, False)}
     copies = {may_lead: LargeReplies(max_at_once=1) for may_lead in (True, False)}
     digests = LargeReplies(max_at_once=1)
     binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
@@ -200,6 +188,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     async def served_run() -> ServedRun:
         """Return the run that followers repeat, once they can begin."""
         run = pserver.run
+        run.check_failure()
         _require_log(run)
         installed = run.installed.model_copy(update={"membership": run.membership})
         cpu = torch.backends.cpu.get_cpu_capability()
@@ -217,27 +206,18 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         attempt: OrdinalText,
         after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
         digest: Annotated[str | None, Query(pattern="^[0-9a-f]{32}$", description="chain of that update")] = None,
+        wait_seconds: Annotated[
+            float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for a record")
+        ] = 0,
         standby: Annotated[
-            Instance | None, Query(description="reader that will confirm updates; ignored without scope `admin`")
+            Instance | None,
+            Query(description="reader that holds all updates up to `after`; ignored without scope `admin`"),
         ] = None,
     ) -> Response:
-        """Return the records of the log after a round, and then each update as soon as it is logged, without an end."""
+        """Return whole records of the log behind a round, waiting for the first one, or none of them in time."""
         may_lead = may_administer(request.scope)
-        return UpdateStream(streams[may_lead], check_run(run, attempt), after, digest, standby if may_lead else None)
-
-    @app.post(routes.HELD_UPDATES, tags=["replication"], status_code=204, response_class=Response)
-    async def confirm_updates(message: HeldUpdates) -> None:
-        """Confirm, for a standby whose stream of updates is open, that it holds all updates up to a round."""
-        served = check_run(message.run, message.attempt)
-        if message.incarnation != served.installed.incarnation:
-            text = f"the updates are from another incarnation of pserver {served.index}"
-            raise StalePserver(text, expected=served.installed.incarnation, actual=message.incarnation)
-        served.check_failure()
-        if served.standbys is None:
-            raise Conflict("updates are confirmed with durability `replicated` only")
-        if message.round > (newest := served.standbys.newest_logged):
-            raise FutureRound(f"the log ends before round {message.round}", current=newest)
-        served.standbys.confirm(message.instance, message.round)
+        served = check_run(run, attempt)
+        return UpdatesReply(places[may_lead], served, after, digest, wait_seconds, standby if may_lead else None)
 
     @app.get(
         routes.SHARD_COPY,

@@ -75,7 +75,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("PUT", routes.FREEZE): "admin",
     ("GET", routes.RESTORABLE): "admin",
     ("PUT", routes.WANT_CHECKPOINT): "admin",
-    ("POST", routes.HELD_UPDATES): "admin",
     ("PUT", routes.FENCE_STANDBY): "admin",
     ("PUT", routes.PROMOTE_STANDBY): "admin",
     # administrators

@@ -13,8 +13,9 @@ from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.coordinator import checkpoints, failover
 from services.coordinator.failover import FailOver
-from services.pserver.durable.log_reader import LogReader
+from services.pserver.durable.log_reader import Records
 from services.pserver.durable.records import Buffer
+from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.rounds import Rounds
@@ -25,9 +26,9 @@ from services.runtime.checkpoints import round_folder
 from services.runtime.storage import CheckpointStorage
 
 _push, _append, _required = Run.push, UpdateLog.append, Rounds.required
-_delete_others, _read = checkpoints._delete_others, LogReader.read
+_delete_others, _find_records = checkpoints._delete_others, RunStorage.find_records
 
-STREAM_SECONDS = 0.3  # between two parts of a stream to a standby
+LATE_SECONDS = 0.3  # of each answer to a standby
 
 
 def break_dedupe() -> None:
@@ -97,11 +98,11 @@ def break_promotion() -> None:
 def break_confirmations() -> None:
     """Acknowledge updates that standbys do not hold yet, and send them to standbys late."""
 
-    def read(self: LogReader) -> bytes:
-        threading.Event().wait(STREAM_SECONDS)
-        return _read(self)
+    def find_records(self: RunStorage, after: Round, chain: str | None) -> Records | None:
+        threading.Event().wait(LATE_SECONDS)
+        return _find_records(self, after, chain)
 
-    LogReader.read = read  # type: ignore[method-assign]
+    RunStorage.find_records = find_records  # type: ignore[method-assign]
     StandbyConfirmations.find_missing = lambda self, round_: []  # type: ignore[method-assign]
 
 

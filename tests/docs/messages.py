@@ -40,7 +40,6 @@ from ps_protocol.process_reports import OutputLines, ProcessFigures, ScriptInfo,
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.standbys import (
     FenceStandby,
-    HeldUpdates,
     PserverEnded,
     ReportStandby,
     SeenStandbys,
@@ -130,7 +129,6 @@ EXAMPLES: tuple[Any, ...] = (
         protocol=2, instance=INSTANCE, address="http://10.0.0.6:7071", follows=0, run=RUN, attempt=1, round=57,
         lag_rounds=1, lag_bytes=40_410, lag_seconds=0.02,
     ),
-    HeldUpdates(run=RUN, attempt=1, incarnation=2, instance=INSTANCE, round=58),
     PserverEnded(address=ADDRESS),
     StandbyAnswer(lease_seconds=10, leader="http://10.0.0.5:7071", incarnation=2, run=RUN, attempt=1, round=58),
     ServedRun(

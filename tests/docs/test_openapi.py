@@ -29,7 +29,7 @@ TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.NORM, routes.BARRIER,
 FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)]
 CONTROL = {routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT}
 INSPECTION = {routes.STATE, routes.SHARD, routes.BLOCK_STATISTICS, routes.BUFFERS}
-REPLICATION = {routes.UPDATES, routes.HELD_UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS}
+REPLICATION = {routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS}
 OF_A_PSERVER = TENSORS | CONTROL | INSPECTION | REPLICATION
 HEADERS = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
 

@@ -33,7 +33,6 @@ from ps_protocol.routes import (
     RESUME,
     ROLL_BACK,
     STOP,
-    UPDATES,
 )
 from trainer_client.testing import LocalCluster
 
@@ -46,7 +45,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.hypothesis]
 Answers = Counter[str]
 
 HAS_EFFECT = {RATE, ROLL_BACK}  # a good one; there may be a checkpoint of round 0
-NOT_TRIED = {UPDATES, PAUSE, RESUME, EVICT, STOP}  # without an end, or with an effect that they are for
+NOT_TRIED = {PAUSE, RESUME, EVICT, STOP}  # with an effect that they are for
 
 
 # ---------------------------------------------------------------- recorded requests, and mutations of them

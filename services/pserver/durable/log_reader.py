@@ -1,150 +1,110 @@
-"""A reader of the log's files while they are written: it returns their bytes from a round on, up to the newest update.
+"""Reads of the log's files while they are written: the whole records behind a round, up to the newest update.
 
-It always reads the files, from the page cache as a rule, so that a slow reader takes no memory. A segment that is not
-needed any more is deleted instead of becoming the spare one while a reader has it open, and the reader finishes it.
+The files are read, from the page cache as a rule, so that a slow reader takes no memory. A segment that is not needed
+any more is deleted instead of becoming the spare one while a reader has it open.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 
 from ps_protocol.errors import Conflict, FutureRound, UpdatesGone
 from ps_protocol.vocabulary import Round
 
 from .records import PREFIX, PREVIOUS_KEY
-from .update_log import Segment, UpdateLog, list_segments
+from .update_log import Position, Segment, UpdateLog, list_segments
 
-CHUNK_BYTES = 1 << 20
+MAX_READ_BYTES = 1 << 23  # of records that are read together, unless the first one is larger
 _LENGTH_BYTES = 8  # of a frame's header
 
 
-class LogReader:
-    """The position of one reader in a log. Any thread may call it; every method blocks, and may raise OSError."""
+class Records:
+    """Whole records, one behind the other, in an open file of the log. Any thread may read them. Close it."""
 
-    def __init__(self, log: UpdateLog, after: Round, chain: str | None, find_newest: Callable[[], Round]) -> None:
-        """Begin behind the update of round `after`, whose record, which may be pruned, has this chain.
-
-        `find_newest` returns the round of the newest checkpoint. Raises UpdatesGone, FutureRound, and Conflict
-        (`diverged`) for another chain.
-        """
+    def __init__(self, log: UpdateLog, segment: Segment) -> None:
+        self.begin = self.end = 0
+        self.fd = log.open_segment(segment)
         self._log = log
-        self._find_newest = find_newest
-        self._guard = threading.Lock()
-        self._fd = -1
-        self._at = 0  # of the next byte
-        self._record_end = 0  # of the record that contains the byte before it
-        tail = log.tail
-        if tail is None or after > tail.round:
-            raise FutureRound(f"the log ends before round {after}", current=0 if tail is None else tail.round)
-        bases = [segment for segment in list_segments(log.folder) if segment.base <= after]
-        if not bases:
-            raise self._make_gone(after)
-        self._segment = bases[-1]
-        try:
-            self._open(self._segment)
-            found = self._skip(after) or (tail.chain if after == tail.round else None)
-            if chain is not None and found is None:
-                raise self._make_gone(after)
-            if chain not in (None, found):
-                raise Conflict(f"the updates up to round {after} are others here", code="diverged", current=after)
-        except BaseException:
-            self.close()
-            raise
+        self._segment = segment
 
-    def _open(self, segment: Segment) -> None:
-        try:
-            fd = self._log.open_segment(segment)
-        except FileNotFoundError:
-            raise self._make_gone(segment.base) from None
-        self._close_file()
-        self._segment, self._fd, self._at, self._record_end = segment, fd, 0, 0
+    def read(self, at: int, num_bytes: int) -> bytes:
+        """Return bytes from this position in the file on, up to the end of the last record.
 
-    def _skip(self, after: Round) -> str | None:
-        """Go behind the update of round `after`. Return its chain if the file has the update behind it."""
-        last, chain = self._segment.base, None
-        for end, round_, previous in self._read_prefixes():
-            if round_ > after:
-                chain = previous
-                break
-            last, self._at, self._record_end = round_, end, end
-        if last < after:  # a part of the log was lost before a later checkpoint
-            raise self._make_gone(after)
-        return chain
-
-    def _make_gone(self, after: Round) -> UpdatesGone:
-        newest = self._find_newest()
-        return UpdatesGone(f"the log does not reach back to round {after}; begin with a later copy", begin=newest)
-
-    def read(self) -> bytes:
-        """Return the next bytes, at most `CHUNK_BYTES`, or none at the end of the log. Raises UpdatesGone."""
-        with self._guard:
-            while self._fd >= 0:
-                limit, is_newest = self._find_limit()
-                if self._at < limit:
-                    data = os.pread(self._fd, min(CHUNK_BYTES, limit - self._at), self._at)
-                    if not data:
-                        raise OSError(f"{self._segment.path} ends before its records")
-                    self._at += len(data)
-                    self._find_record_end()
-                    return data
-                if is_newest:
-                    break
-                self._open_next()
-            return b""
-
-    @property
-    def is_in_record(self) -> bool:
-        """True if the bytes that were read end within a record."""
-        return self._record_end != self._at
-
-    def _find_record_end(self) -> None:
-        while self._record_end < self._at:
-            prefix = os.pread(self._fd, PREFIX.size, self._record_end)
-            if len(prefix) < PREFIX.size:
-                raise OSError(f"{self._segment.path} ends before its records")
-            self._record_end += PREFIX.size + PREFIX.unpack(prefix)[1]
-
-    def _find_limit(self) -> tuple[int, bool]:
-        """Return where the complete records of the segment end, and whether it is the newest one."""
-        tail = self._log.tail
-        if tail is None:  # the log is closed
-            return self._at, True
-        if tail.segment == self._segment:
-            return tail.end, True
-        return os.fstat(self._fd).st_size, False  # it was cut to its records before the next one was begun
-
-    def _open_next(self) -> None:
-        last = max((round_ for _, round_, _ in self._read_prefixes()), default=self._segment.base)
-        following = [segment for segment in list_segments(self._log.folder) if segment.base > self._segment.base]
-        if not following or following[0].base != last:
-            raise self._make_gone(last)
-        self._open(following[0])
-
-    def _read_prefixes(self) -> Iterator[tuple[int, Round, str | None]]:
-        """Yield end, round and previous chain of the segment's records, whose data is not read."""
-        begin, (limit, _) = 0, self._find_limit()
-        while begin < limit:
-            prefix = os.pread(self._fd, PREFIX.size + _LENGTH_BYTES, begin)
-            if len(prefix) < PREFIX.size + _LENGTH_BYTES:
-                return
-            mark, length, _ = PREFIX.unpack_from(prefix)
-            end = begin + PREFIX.size + length
-            if mark != self._segment.mark or end > limit:
-                return
-            header = os.pread(self._fd, int.from_bytes(prefix[PREFIX.size :], "little"), begin + len(prefix))
-            metadata = json.loads(header)["__metadata__"]
-            yield end, int(metadata["round"]), metadata.get(PREVIOUS_KEY)
-            begin = end
+        Raises OSError, also once the log is closed: another attempt may overwrite the file.
+        """
+        data = os.pread(self.fd, min(num_bytes, self.end - at), at)
+        if not data or self._log.tail is None:
+            raise OSError(f"{self._segment.path} ends before its records, or is closed")
+        return data
 
     def close(self) -> None:
-        """Close the file. A running `read` ends first."""
-        with self._guard:
-            self._close_file()
+        """Close the file."""
+        self._log.close_segment(self._segment, self.fd)
 
-    def _close_file(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._log.close_segment(self._segment, fd)
+
+def find_records(log: UpdateLog, after: Round, chain: str | None, find_newest: Callable[[], Round]) -> Records | None:
+    """Return the records behind the update of round `after`, which has this chain, if it is known; None without any.
+
+    Blocks if the round is older than the newest file. `find_newest` returns the round of the newest snapshot. Raises
+    UpdatesGone, FutureRound, Conflict (`diverged`) for another chain, and OSError.
+    """
+    segment, known = log.positions[0], log.positions[1][:]
+    limit = known[-1].end if known else 0
+    if not known or after > known[-1].round:
+        raise FutureRound(f"the log ends before round {after}", current=known[-1].round if known else 0)
+    try:
+        if after < known[0].round:
+            older = [each for each in list_segments(log.folder) if each.base <= after]
+            if not older:
+                raise FileNotFoundError
+            limit = limit if older[-1] == segment else older[-1].path.stat().st_size  # which was cut to its records
+            segment = older[-1]
+        elif after == known[-1].round:
+            _check_chain(known[-1], chain)
+            return None
+        assert segment is not None
+        records = Records(log, segment)
+    except FileNotFoundError:
+        raise _make_gone(after, find_newest()) from None
+    try:
+        positions = known if after >= known[0].round else _read_positions(records.fd, segment, limit)
+        found = [position for position in positions if position.round >= after]
+        if not found or found[0].round != after or len(found) == 1:  # a part of the log was lost
+            raise _make_gone(after, find_newest())
+        _check_chain(found[0], chain)
+        records.begin = found[0].end
+        ends = (position.end for position in found[2:] if position.end - records.begin <= MAX_READ_BYTES)
+        records.end = max(ends, default=found[1].end)
+    except BaseException:
+        records.close()
+        raise
+    return records
+
+
+def _check_chain(position: Position, chain: str | None) -> None:
+    if chain not in (None, position.chain):
+        text = f"the updates up to round {position.round} are others here"
+        raise Conflict(text, code="diverged", current=position.round)
+
+
+def _make_gone(after: Round, newest: Round) -> UpdatesGone:
+    return UpdatesGone(f"the log does not reach back to round {after}; begin with a later copy", begin=newest)
+
+
+def _read_positions(fd: int, segment: Segment, limit: int) -> Iterator[Position]:
+    """Yield the position behind each update of a segment, whose data is not read; the chain of the last is empty."""
+    begin, round_ = 0, segment.base
+    while begin < limit:
+        prefix = os.pread(fd, PREFIX.size + _LENGTH_BYTES, begin)
+        if len(prefix) < PREFIX.size + _LENGTH_BYTES or not prefix.startswith(segment.mark):
+            break
+        end = begin + PREFIX.size + PREFIX.unpack_from(prefix)[1]
+        header = os.pread(fd, int.from_bytes(prefix[PREFIX.size :], "little"), begin + len(prefix))
+        metadata = json.loads(header)["__metadata__"] if end <= limit else {}
+        if int(metadata.get("round", 0)) != round_ + 1:
+            break
+        yield Position(round_, begin, metadata[PREVIOUS_KEY])
+        begin, round_ = end, round_ + 1
+    yield Position(round_, begin, "")

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import BadInput, GradpostError
 from ps_protocol.frames import TRUSTED_LIMITS, Frame, parse_frame
 from services.runtime.storage import Buffer, digest_chunks
 
@@ -86,6 +86,26 @@ def parse_record(prefix: bytes, body: memoryview, begin: int) -> Record | None:
     except GradpostError:
         return None
     return Record(begin, begin + PREFIX.size + length, frame, body, chain.hexdigest())
+
+
+def parse_records(data: memoryview, chain: str | None) -> list[Record]:
+    """Return the records in these bytes, whose bodies are views of them. The update before has this chain, if known.
+
+    Raises BadInput (`malformed_frame`) for damage, and for a record that does not continue the chain.
+    """
+    records: list[Record] = []
+    at = 0
+    while at < len(data):
+        prefix = bytes(data[at : at + PREFIX.size])
+        begin = at + PREFIX.size
+        end = begin + PREFIX.unpack(prefix)[1] if len(prefix) == PREFIX.size else 0
+        record = parse_record(prefix, data[begin:end], at) if begin < end <= len(data) else None
+        if record is None or not record.follows(chain):
+            text = f"the record at byte {at} is damaged, or does not continue the updates before it"
+            raise BadInput(text, code="malformed_frame")
+        records.append(record)
+        at, chain = end, record.chain
+    return records
 
 
 def append_record(fd: int, at: int, mark: bytes, frame: Sequence[Buffer], chain: str | None = None) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from ps_protocol.frames import encode_header
 from ps_protocol.norms import ShardNorm
@@ -86,14 +87,15 @@ class LoggedUpdate:
         return cls(**values)
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The newest segment, where its last record ends, and the round and chain of the newest update."""
+class Position(NamedTuple):
+    """The end of an update in a segment, and its chain."""
 
-    segment: Segment
-    end: int
     round: Round
+    end: int
     chain: str
+
+
+MAX_POSITIONS = 4096  # are kept of the newest segment; the earlier ones are read
 
 
 class UpdateLog:
@@ -104,7 +106,6 @@ class UpdateLog:
 
     def __init__(self, folder: Path, durability: Durability) -> None:
         self.folder = folder
-        self.tail: Tail | None = None  # replaced once an update is complete
         self.is_short = False  # whether the updates that were read last end before the log did
         self._wakers: tuple[Callable[[], None], ...] = ()  # of readers
         self._opened: Counter[Segment] = Counter()  # by readers
@@ -112,7 +113,15 @@ class UpdateLog:
         self._spare = folder / "spare"
         self.durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
+        # The newest segment, its base or a later update in it, and all updates behind that.
+        self.positions: tuple[Segment | None, list[Position]] = (None, [])
         folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def tail(self) -> Position | None:
+        """The newest update, or the round that the log begins after; None before that, and once the log is closed."""
+        positions = self.positions[1]
+        return positions[-1] if positions else None
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +155,9 @@ class UpdateLog:
         except OSError as error:
             error.filename = str(segment.path)  # which no error of a file descriptor names
             raise
-        self.tail = Tail(segment, end, round_, chain)
+        self.positions[1].append(Position(round_, end, chain))
+        if len(self.positions[1]) > 2 * MAX_POSITIONS:
+            self.positions = segment, self.positions[1][MAX_POSITIONS:]
         if self._wakers:
             self.wake_readers()
         reach_failpoint("log.append.after")
@@ -179,7 +190,8 @@ class UpdateLog:
         if chain is None:
             assert self.tail is not None
             chain = self.tail.chain
-        self._newest, self.tail = (segment, fd), Tail(segment, 0, round_, chain)
+        self._newest = segment, fd
+        self.positions = segment, [Position(round_, 0, chain)]
 
     def _create_segment(self, base: Round) -> tuple[Segment, int]:
         """Return a segment without records, made of the spare one if there is one, and its open file.
@@ -218,7 +230,8 @@ class UpdateLog:
                 break
             end, newest, found = item.end, logged, item.chain
         fd = os.open(segment.path, os.O_WRONLY)
-        self._newest, self.tail = (segment, fd), Tail(segment, end, newest, chain)
+        self._newest = segment, fd
+        self.positions = segment, [Position(newest, end, chain)]
         os.ftruncate(fd, end)
         os.fsync(fd)
         if newest != round_ or found not in (None, chain):  # a part of the log is lost: the next record does not follow

@@ -24,7 +24,6 @@ REFUSED = (
     *(("PUT", path) for path in (routes.RUN, routes.FREEZE, routes.MEMBERS, routes.WANT_CHECKPOINT)),
     *(("GET", path) for path in (routes.BUFFERS, routes.RESTORABLE, routes.RUN)),
     *(("GET", path) for path in (routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS)),
-    ("POST", routes.HELD_UPDATES),
 )
 
 

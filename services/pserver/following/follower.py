@@ -1,12 +1,12 @@
 """The follower of one pserver: it copies the shard, and applies each update that the leader logs.
 
-    wait for a leader ──► its run ──► a copy of the shard ──► updates, without an end
-                            ▲              ▲                     │ connection lost
+    wait for a leader ──► its run ──► a copy of the shard ──► updates, again and again
+                            ▲              ▲                     │ no answer
                             ├──────────────┼─────────────────────┘
                             └──────────────┴── another attempt, other updates, damage, a difference
 
 The updates of another incarnation are continued if its log contains the newest update of the replica. With durability
-`replicated` the leader acknowledges an update once this process confirms that it is in memory. After a fence nothing
+`replicated` the leader acknowledges an update once this process asks for the updates behind it. After a fence nothing
 of that incarnation is received or confirmed. The fence is answered once the replica has applied what it had confirmed,
 and the replica stays as it is until it is promoted, or a later incarnation is named.
 """
@@ -14,21 +14,19 @@ and the replica stays as it is until it is promoted, or a later incarnation is n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import httpx
 
-from ps_protocol.errors import Conflict, Forbidden, GradpostError, NotReady, StalePserver, TryAgain
+from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, TryAgain
 from ps_protocol.membership import InstallRun, PserverRegistered
 from ps_protocol.retry import choose_backoff
-from ps_protocol.standbys import FenceStandby, HeldUpdates, ServedRun, ShardDigests, StandbyAnswer
+from ps_protocol.standbys import FenceStandby, ServedRun, ShardDigests, StandbyAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from ..durable.record_stream import End, Idle
 from ..durable.records import Record
 from ..durable.snapshot_writer import SnapshotWriter
 from ..durable.update_log import LoggedUpdate
@@ -46,8 +44,8 @@ IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
 IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
 HURRY_SECONDS = 1.0  # for which a received update waits for a comparison
 FENCE_SECONDS = 1.5  # for which a fence waits for confirmed updates: less than the coordinator's request
-CONFIRMATION_RETRY_SECONDS = LOG_RETRY_SECONDS = 0.1
-STEADY_SECONDS = 5.0  # after which a stream counts as working, so that the next failure is the first one
+LOG_RETRY_SECONDS = 0.1
+STEADY_SECONDS = 5.0  # after which a connection counts as working, so that the next failure is the first one
 
 # The leader and this process cannot work together, so that trying again would not help.
 REFUSALS = frozenset({"no_update_log", "replica_mismatch", "unsupported_format"})
@@ -70,7 +68,7 @@ class Follower:
         compute: ComputeExecutor,
         metrics: StandbyMetrics,
     ) -> None:
-        """`http` and `open_updates` are those of a `Leader`."""
+        """`open_updates` makes a client for the updates of one leader. `http` is for all else."""
         assert pserver.disk is not None
         self.index = index
         self.instance = pserver.instance
@@ -78,7 +76,7 @@ class Follower:
         self.leader: StandbyAnswer | None = None  # the newest one that the coordinator named
         self.has_nothing_to_copy = False  # by the newest answer of the coordinator no living pserver serves a run
         self.is_joining = False  # by the same answer: not in sync yet
-        self.lost: Incarnation = 0  # of the leader whose stream was lost, until there is another stream
+        self.lost: Incarnation = 0  # of the leader that did not answer, until one answers
         self.report_is_due = asyncio.Event()
         self.is_released = False  # this process becomes the pserver, and never follows again
         self.lag = Lag()
@@ -92,7 +90,6 @@ class Follower:
         self._writer: SnapshotWriter | None = None  # of the newest replica
         self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is received or confirmed
         self._updating = asyncio.Lock()  # held while an update is logged and applied
-        self._is_held = asyncio.Event()  # another update is in memory
         self._is_applied = asyncio.Event()  # another update is applied, or none of those in memory will be
         self._must_hurry = asyncio.Event()  # a comparison must not wait for the leader
         self._expected: ShardDigests | None = None  # those of the leader, for a round that comes
@@ -237,19 +234,20 @@ class Follower:
     # ------------------------------------------------------------------ the leader
 
     async def _follow_leader(self, named: StandbyAnswer) -> None:
-        """Follow this leader until its stream ends or the coordinator names another one."""
+        """Follow this leader until it does not answer or the coordinator names another one."""
         assert named.leader is not None
         self._check_fence(named.incarnation)
-        leader = Leader(named.leader, self._http, self._open_updates)
-        served = await leader.read_run()
-        if served.installed.incarnation != named.incarnation:
-            text = f"pserver {self.index} at {named.leader} is not the incarnation that the coordinator named"
-            raise StalePserver(text, expected=named.incarnation, actual=served.installed.incarnation)
-        check_software(served)
-        self._check_fence(named.incarnation)
-        if self.replica is None or not self.replica.continues(served.installed):
-            await self._copy_shard(leader, served)
-        await self._apply_updates(leader, served.installed, named)
+        async with self._open_updates() as updates:  # an earlier connection may be broken
+            leader = Leader(named.leader, self._http, updates)
+            served = await leader.read_run()
+            if served.installed.incarnation != named.incarnation:
+                text = f"pserver {self.index} at {named.leader} is not the incarnation that the coordinator named"
+                raise StalePserver(text, expected=named.incarnation, actual=served.installed.incarnation)
+            check_software(served)
+            self._check_fence(named.incarnation)
+            if self.replica is None or not self.replica.continues(served.installed):
+                await self._copy_shard(leader, served)
+            await self._apply_updates(leader, served.installed, named)
 
     async def _copy_shard(self, leader: Leader, served: ServedRun) -> None:
         """Begin with a copy of the shard, which is on the disk when this returns."""
@@ -273,32 +271,33 @@ class Follower:
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
 
     async def _apply_updates(self, leader: Leader, installed: InstallRun, named: StandbyAnswer) -> NoReturn:
-        """Confirm, log and apply each update while the next one, and no more, is received.
+        """Confirm, log and apply updates while the next ones, and no more, are received.
 
-        The replica is one of the leader's incarnation once the leader's log has confirmed its newest update.
+        An update is confirmed by the request for the updates behind it, as soon as it is in memory; while the log
+        fails, once it is applied. The replica is one of the leader's incarnation once the leader's log has confirmed
+        its newest update.
         """
         replica = self.run
+        replica.discard_held()
         self._must_hurry.clear()
+        updates: list[tuple[LoggedUpdate, Record]] = []
         handling: asyncio.Task[None] | None = None
-        confirming: asyncio.Task[None] | None = None
+        asking: asyncio.Task[httpx.Response] | None = None
         try:
-            async with aclosing(leader.read_updates(replica, self.instance, named.incarnation)) as parts:
-                async for part in parts:
-                    self._check_fence(named.incarnation)
-                    replica.installed, self.lost = installed, 0
-                    if confirming is None and replica.installed.durability == "replicated":
-                        confirming = asyncio.create_task(self._confirm_updates(leader, replica))
-                    for received in part:
-                        self._check_fence(named.incarnation)
-                        if isinstance(received, Idle) and handling is not None and not handling.done():
-                            self.lag.note_leader(received.round, asyncio.get_running_loop().time())
-                            continue
-                        update = replica.hold_update(received) if isinstance(received, Record) else None
-                        self._is_held.set()
-                        if handling is not None:
-                            await self._wait_for(handling)
-                        handling = asyncio.create_task(self._handle_record(received, update, replica, leader))
-                    self._check_leader(named)
+            while True:
+                if handling is not None and replica.has_failed_to_log:
+                    await handling
+                replica.confirmed = max(replica.confirmed, replica.held)
+                asking = asyncio.create_task(leader.ask_for_updates(replica, self.instance, named.incarnation))
+                if updates or handling is None or handling.done():
+                    if handling is not None:
+                        await self._wait_for(handling)
+                    handling = asyncio.create_task(self._handle_updates(updates, replica, leader))
+                records, newest = await leader.read_updates(await asking, replica)
+                self._check_leader(named)
+                replica.installed, self.lost = installed, 0
+                self.lag.note_leader(newest, asyncio.get_running_loop().time())
+                updates = [(replica.hold_update(record), record) for record in records]
         except asyncio.CancelledError:
             if handling is not None:
                 handling.cancel()
@@ -306,16 +305,15 @@ class Follower:
                 handling = None
             raise
         finally:
-            if confirming is not None:
-                confirming.cancel()
+            if asking is not None:
+                asking.cancel()
             self._must_hurry.set()
             try:
                 if handling is not None:
                     await handling
             finally:
-                replica.held = replica.round
+                replica.discard_held()
                 self._is_applied.set()
-        raise httpx.RemoteProtocolError(f"the stream of pserver {self.index} has ended without a reason")
 
     async def _wait_for(self, handling: asyncio.Task[None]) -> None:
         """Wait for the handling of a record, while another one has been received."""
@@ -331,45 +329,16 @@ class Follower:
         if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
-    async def _confirm_updates(self, leader: Leader, replica: Replica) -> None:
-        """Confirm the newest update in memory, one request at a time, until fenced or without the replica."""
-        installed, confirmed = replica.installed, -1
-        while self.replica is replica and installed.incarnation > self._fenced:
-            newest = replica.round if replica.has_failed_to_log else replica.held
-            if newest == confirmed:
-                self._is_held.clear()
-                await self._is_held.wait()
-                continue
-            held = HeldUpdates(
-                run=installed.run,
-                attempt=installed.attempt,
-                incarnation=installed.incarnation,
-                instance=self.instance,
-                round=newest,
-            )
-            replica.confirmed = max(replica.confirmed, held.round)
-            try:
-                await leader.confirm_updates(held)
-                confirmed = held.round
-            except Forbidden:
-                return  # the token does not allow this process to be in sync
-            except (httpx.TransportError, ValueError, GradpostError):
-                await asyncio.sleep(CONFIRMATION_RETRY_SECONDS)
-
-    async def _handle_record(
-        self, received: Record | Idle | End, update: LoggedUpdate | None, replica: Replica, leader: Leader
+    async def _handle_updates(
+        self, updates: Sequence[tuple[LoggedUpdate, Record]], replica: Replica, leader: Leader
     ) -> None:
-        if isinstance(received, End):
-            raise received.reason
-        now = asyncio.get_running_loop().time()
-        if isinstance(received, Idle):
-            self._logged = ""
-            self.lag.note_leader(received.round, now)
-        else:
-            assert update is not None
+        for update, record in updates:
             async with self._updating:
-                await self._apply(update, received, replica)
-        await self._compare_if_due(replica, leader, now, is_idle=isinstance(received, Idle))
+                await self._apply(update, record, replica)
+            await self._compare_if_due(replica, leader, is_idle=False)
+        if not updates:
+            self._logged = ""
+            await self._compare_if_due(replica, leader, is_idle=True)
 
     async def _apply(self, update: LoggedUpdate, record: Record, replica: Replica) -> None:
         """Log an update and apply it. While the disk fails, the update stays in memory, since it may be confirmed."""
@@ -382,7 +351,6 @@ class Follower:
                 self._log_problem(f"the standby cannot log an update of pserver {self.index}: {error}")
             await asyncio.sleep(LOG_RETRY_SECONDS)
         replica.has_failed_to_log = False
-        self._is_held.set()  # it may be confirmed now
         try:
             await replica.apply(update, record)
         except Exception as error:
@@ -399,11 +367,12 @@ class Follower:
 
     # ------------------------------------------------------------------ comparison
 
-    async def _compare_if_due(self, replica: Replica, leader: Leader, now: float, *, is_idle: bool) -> None:
+    async def _compare_if_due(self, replica: Replica, leader: Leader, *, is_idle: bool) -> None:
         """Compare the replica with the leader, which returns the digests of its newest round.
 
         No update is applied meanwhile, so that the replica is not beyond that round.
         """
+        now = asyncio.get_running_loop().time()
         if self._expected is None and self._is_due(now, is_idle=is_idle):
             self._compared_at, self._num_unchecked = now, 1  # after an error the next one is due as late
             reading = asyncio.create_task(leader.read_digests(replica))

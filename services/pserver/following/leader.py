@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import httpx
 import torch
 
-from ps_config.control_client import may_be_problem, raise_for_problem, send_message
+from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_http2.client import BODY_READER_EXTENSION, ResponseBody
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, StalePserver
-from ps_protocol.standbys import HeldUpdates, ServedRun, ShardDigests
-from ps_protocol.vocabulary import Incarnation
+from ps_protocol.standbys import ServedRun, ShardDigests
+from ps_protocol.vocabulary import Incarnation, Round
 
-from ..durable.record_stream import Received, RecordParser
+from ..durable.log_reader import MAX_READ_BYTES
+from ..durable.records import Record, parse_records
 from .replica import Replica
 
-SILENCE_SECONDS = 0.5  # the leader sends a record ten times a second
+POLL_SECONDS = 0.1  # for which the leader waits for an update before it answers that there is none
+SILENCE_SECONDS = 0.5  # of the leader while it owes an answer, or a part of it
 RUN_SECONDS = 2.0
-OPEN_SECONDS = 1.0  # until the headers of a stream arrive
-CONFIRM_SECONDS = 2.0
 DIGEST_SECONDS = 10.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
-DIRECT_BYTES = 64 * 1024  # of a record, from which on it is received without a copy
+
+
+class Updates(NamedTuple):
+    """Some updates in order, and the newest round of the leader."""
+
+    records: Sequence[Record]
+    newest: Round
 
 
 class Leader:
     """The pserver at an address. Methods raise the error that it answers, httpx.TransportError and ValueError."""
 
-    def __init__(self, address: str, http: httpx.AsyncClient, open_updates: Callable[[], httpx.AsyncClient]) -> None:
-        """`open_updates` makes a client for one stream of updates, which may use an `Http2Transport`."""
+    def __init__(self, address: str, http: httpx.AsyncClient, updates: httpx.AsyncClient) -> None:
+        """`updates` is a client for updates alone, which may use an `Http2Transport`."""
         self._address = address
         self._http = http
-        self._open_updates = open_updates
+        self._updates = updates
+        self._memory = deque([bytearray(), bytearray()])  # of the newest updates first
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
@@ -45,10 +53,6 @@ class Leader:
     async def read_digests(self, replica: Replica) -> ShardDigests:
         """Return the digests of the pserver's blocks after its newest round."""
         return ShardDigests.from_answer(await self._get(routes.SHARD_DIGESTS, DIGEST_SECONDS, **_identify(replica)))
-
-    async def confirm_updates(self, held: HeldUpdates) -> None:
-        """Report the updates that this process holds."""
-        await send_message(self._http, "POST", self._address + routes.HELD_UPDATES, held, timeout=CONFIRM_SECONDS)
 
     async def _get(self, path: str, seconds: float, **query: Any) -> bytes:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
@@ -72,49 +76,65 @@ class Leader:
             raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
         return memoryview(body)
 
-    async def read_updates(
-        self, replica: Replica, instance: str, incarnation: Incarnation
-    ) -> AsyncGenerator[Iterator[Received], None]:
-        """Yield the updates behind those of a replica, whenever bytes arrive, to the standby `instance`.
+    async def ask_for_updates(self, replica: Replica, instance: str, incarnation: Incarnation) -> httpx.Response:
+        """Ask for the updates behind the newest one that a replica holds, which confirms that, for this standby.
 
-        `incarnation` is that of the leader. An update is valid until the second one after it is read. Raises BadInput
-        for a damaged stream. httpx.ReadTimeout is a leader that hangs.
+        Returns the answer, whose body `read_updates` receives, within the silence of the leader: httpx.ReadTimeout is a
+        leader that hangs. `incarnation` is that of the leader.
         """
-        query: dict[str, Any] = {**_identify(replica), "after": replica.round, "standby": instance}
-        if replica.chain is not None:
-            query["digest"] = replica.chain
-        parser = RecordParser(replica.max_record_bytes, replica.chain)
-        url, timeout = self._address + routes.UPDATES, httpx.Timeout(SILENCE_SECONDS)
+        query: dict[str, Any] = {
+            **_identify(replica), "after": replica.held, "standby": instance, "wait_seconds": POLL_SECONDS,
+        }  # fmt: skip
+        if replica.held_chain is not None:
+            query["digest"] = replica.held_chain
+        timeout = httpx.Timeout(SILENCE_SECONDS)
+        request = self._updates.build_request("GET", self._address + routes.UPDATES, params=query, timeout=timeout)
         try:
-            async with self._open_updates() as updates:  # an earlier connection may be broken
-                request = updates.build_request("GET", url, params=query, timeout=timeout)
-                async with asyncio.timeout(OPEN_SECONDS):
-                    response = await updates.send(request, stream=True)
-                    await _raise_for_answer(response)
-                _check_incarnation(response, incarnation)
-                async for received in _receive(response, parser):
-                    yield received
+            async with asyncio.timeout(SILENCE_SECONDS):
+                response = await self._updates.send(request, stream=True)
+                await _raise_for_answer(response)
         except TimeoutError:
             raise httpx.ReadTimeout("the pserver is silent") from None
+        _check_incarnation(response, incarnation)
+        return response
 
+    async def read_updates(self, response: httpx.Response, replica: Replica) -> Updates:
+        """Return the updates in an answer. They are valid until the second call after this one.
 
-async def _receive(response: httpx.Response, parser: RecordParser) -> AsyncGenerator[Iterator[Received], None]:
-    """Yield records as their bytes arrive. Over HTTP/2 the next ones are sent once these have been taken."""
-    body: ResponseBody | None = response.extensions.get(BODY_READER_EXTENSION)
-    if body is None:
-        async for part in response.aiter_raw():
-            yield parser.feed(part)
-        return
-    has_more = True
-    while has_more:
-        async with asyncio.timeout(SILENCE_SECONDS):
-            if len(room := parser.room) < DIRECT_BYTES:
-                data, has_more = await body.read()
-                received = parser.feed(data)
-            else:
-                num_bytes, has_more = await body.read_into(room, SILENCE_SECONDS / 5)
-                received = parser.fill(num_bytes)
-        yield received
+        Raises BadInput for damaged records.
+        """
+        try:
+            data = await self._receive(response, replica.max_record_bytes + MAX_READ_BYTES)
+        except TimeoutError:
+            raise httpx.ReadTimeout("the pserver is silent") from None
+        return Updates(parse_records(data, replica.held_chain), int(response.headers["gradpost-round"]))
+
+    async def _receive(self, response: httpx.Response, max_bytes: int) -> memoryview:
+        """Return a body, in memory that is used again: page faults are half the cost of receiving a large one."""
+        num_bytes, at = int(response.headers["content-length"]), 0
+        if num_bytes > max_bytes:
+            text = "the records of the pserver are too large"
+            raise BadInput(text, code="malformed_frame", expected=f"<= {max_bytes} bytes", actual=num_bytes)
+        self._memory.rotate()
+        if len(self._memory[0]) < num_bytes:
+            self._memory[0] = bytearray(num_bytes)
+        data = memoryview(self._memory[0])[:num_bytes]
+        reader: ResponseBody | None = response.extensions.get(BODY_READER_EXTENSION)
+        if reader is None:
+            async for part in response.aiter_raw():
+                data[at : at + len(part)] = part
+                at += len(part)
+        has_more = reader is not None
+        while reader is not None and has_more:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                if at < num_bytes:
+                    count, has_more = await reader.read_into(data[at:], SILENCE_SECONDS / 5)
+                    at += count
+                else:
+                    _, has_more = await reader.read()
+        if at != num_bytes:
+            raise BadInput("the records are incomplete", code="malformed_frame", expected=num_bytes, actual=at)
+        return data
 
 
 def _check_incarnation(response: httpx.Response, incarnation: Incarnation) -> None:

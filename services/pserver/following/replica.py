@@ -62,6 +62,7 @@ class Replica:
         self.history = restored.history
         self.chain = restored.chain  # of the newest update; None if the leader does not know it
         self.held: Round = self.round  # the newest update that is in memory, to be logged and applied
+        self.held_chain = self.chain
         self.confirmed: Round = 0  # the newest update that the leader may count on
         self.has_failed_to_log = False  # the newest try: until one succeeds, only applied updates are confirmed
         self.storage = storage
@@ -112,8 +113,12 @@ class Replica:
                 f"an update of pserver {self.index} is not the next one",
                 code="malformed_frame", expected=f"round {self.held + 1}", actual=f"round {update.round}",
             )  # fmt: skip
-        self.held = update.round
+        self.held, self.held_chain = update.round, record.chain
         return update
+
+    def discard_held(self) -> None:
+        """Hold nothing but the applied updates any more."""
+        self.held, self.held_chain = self.round, self.chain
 
     async def log_update(self, update: LoggedUpdate, record: Record) -> None:
         """Write the next update to the log. Raises OSError, after which nothing has changed."""

@@ -1,8 +1,8 @@
 """The standbys of one run of a pserver with durability `replicated`, and the updates that each of them holds.
 
-    stream opened ──► confirmations ──► in time: connected ──► required ──► caught up
-          ▲                                     │ late, or its stream ends
-          └──────────── not connected ◄─────────┘
+    requests for updates ──► in time: connected ──► required ──► caught up
+             ▲                         │ late, or it disconnects
+             └───── not connected ◄────┘
 
 An update is acknowledged once every required standby has confirmed it. No clock decides about that: times only decide
 which standbys are reported to the coordinator as connected. The coordinator decides which ones are required.
@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ps_protocol.errors import Ended, RoundPending, TryAgain
+from ps_protocol.errors import Ended, RoundPending
 from ps_protocol.fields import Instance
 from ps_protocol.membership import InstallRun, RequiredStandbys
 from ps_protocol.standbys import SeenStandbys
@@ -27,7 +27,7 @@ LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as 
 STUCK_SECONDS = 5.0  # after which it waits for lost standbys that are not removed: see `replica_loss`
 PROMPT_SECONDS = 0.5  # between an update and its confirmation by a standby that may become a required one
 CATCH_UP_SECONDS = 0.25  # for which an update waits for a standby that catches up
-JOINING_SECONDS = 60.0  # after the first stream of a standby, in which updates wait for it to catch up
+JOINING_SECONDS = 60.0  # after the first request of a standby, in which updates wait for it to catch up
 BACKOFF_SECONDS = 4.0  # before a standby that is late for the second time may become a required one, then doubled
 MAX_BACKOFF_SECONDS = 300.0
 STEADY_SECONDS = 600.0  # after which a late standby is late for the first time again
@@ -36,8 +36,8 @@ log = get_logger()
 
 
 @dataclass(slots=True, eq=False)
-class StandbyStream:
-    """The open stream of one standby, and the newest round that it has confirmed since the stream was opened."""
+class SeenStandby:
+    """The requests of one standby for updates, and the newest round that it has confirmed with them."""
 
     instance: Instance
     target: Round  # once it is confirmed, the standby has needed the time since `target_since`
@@ -45,6 +45,7 @@ class StandbyStream:
     begin: Round | None = None  # the first confirmed round, which a copy may contain
     held: Round = -1
     is_prompt: bool = False  # it confirms updates in time
+    num_requests: int = 0
 
 
 class StandbyConfirmations:
@@ -68,7 +69,7 @@ class StandbyConfirmations:
         self.acknowledged: Round = 0  # version 0 is no update
         self.first = first
         self._report = report
-        self._streams: dict[Instance, StandbyStream] = {}
+        self._streams: dict[Instance, SeenStandby] = {}
         self._joins_until: dict[Instance, float] = {}
         self._backoffs: dict[Instance, tuple[float, float]] = {}  # of standbys that were late: seconds, and until when
         self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
@@ -91,29 +92,20 @@ class StandbyConfirmations:
                 self._joins_until.pop(instance, None)
             self._note_change()
 
-    def open_stream(self, instance: Instance) -> StandbyStream:
-        """Add the stream of a standby, in place of an earlier one."""
+    def confirm(self, instance: Instance, round_: Round) -> int:
+        """Count a confirmation of all updates up to a round: the request of a standby for those behind it.
+
+        Returns the number of the request, for `remove`.
+        """
         now = asyncio.get_running_loop().time()
-        self._streams[instance] = stream = StandbyStream(instance, self._newest, now)
-        self._joins_until.setdefault(instance, now + JOINING_SECONDS)
-        self._note_change()
-        return stream
-
-    def close_stream(self, stream: StandbyStream) -> None:
-        """Remove a stream that has ended. What it confirmed does not count any more."""
-        if self._streams.get(stream.instance) is stream:
-            del self._streams[stream.instance]
-            self._awaited.discard(stream.instance)
-            self._note_change()
-
-    def confirm(self, instance: Instance, round_: Round) -> None:
-        """Count a confirmation of all updates up to a round. Raises TryAgain without a stream of the standby."""
         stream = self._streams.get(instance)
         if stream is None:
-            raise TryAgain(f"standby {instance} has no open stream of updates; open one and confirm again")
+            self._streams[instance] = stream = SeenStandby(instance, self._newest, now)
+            self._joins_until.setdefault(instance, now + JOINING_SECONDS)
+        stream.num_requests += 1
         stream.held = max(stream.held, round_)
         stream.begin = round_ if stream.begin is None else stream.begin
-        now, (_, until) = asyncio.get_running_loop().time(), self._backoffs.get(instance, (0.0, 0.0))
+        _, until = self._backoffs.get(instance, (0.0, 0.0))
         has_received = stream.held >= stream.begin + self._num_restorable
         may_join = instance in self.required.instances or (has_received and now >= until)
         if stream.held >= stream.target:
@@ -121,6 +113,15 @@ class StandbyConfirmations:
             stream.is_prompt |= is_in_time and may_join
             stream.target, stream.target_since = self._newest, now
         self._note_change()
+        return stream.num_requests
+
+    def remove(self, instance: Instance, request: int) -> None:
+        """Remove a standby whose connection has ended, unless a later request has arrived. It must confirm again."""
+        stream = self._streams.get(instance)
+        if stream is not None and stream.num_requests == request:
+            del self._streams[instance]
+            self._awaited.discard(instance)
+            self._note_change()
 
     def note_late(self, round_: Round, *, is_stuck: bool) -> None:
         """Count the required standbys that have not confirmed a round as not connected until they confirm in time.
@@ -229,7 +230,7 @@ class StandbyConfirmations:
             await self.wait_for_change(until - now)
             now = loop.time()
 
-    def _is_behind(self, stream: StandbyStream, round_: Round, now: float) -> bool:
+    def _is_behind(self, stream: SeenStandby, round_: Round, now: float) -> bool:
         is_joining = stream.instance not in self.required.instances and now < self._joins_until.get(
             stream.instance, 0.0
         )

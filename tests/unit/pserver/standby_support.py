@@ -12,8 +12,10 @@ import httpx
 
 from ps_protocol.membership import RequiredStandbys
 from ps_protocol.messages import PserverHeartbeatReply
-from ps_protocol.routes import HELD_UPDATES, UPDATES
+from ps_protocol.routes import UPDATES
 from services.pserver.app import make_pserver_app
+from services.pserver.durable.records import parse_records
+from services.pserver.durable.update_log import LoggedUpdate
 from services.runtime.metrics import ServiceMetrics
 
 from .support import Bench, bench, until
@@ -24,22 +26,35 @@ SOON = 0.05  # seconds, for a request that must not be answered
 
 
 class Standby:
-    """A standby with an open stream, which confirms rounds when the test says so."""
+    """A standby that asks for updates, and so confirms rounds, when the test says so."""
 
     def __init__(self, b: Bench, name: str = NAME, *, after: int = 0) -> None:
-        self.b, self.name = b, name
-        self.reader = Reader(
-            b, UPDATES, run=b.run.installed.run, attempt=b.run.installed.attempt, after=after, standby=name
-        )
+        self.b, self.name, self.held = b, name, after
+        self.updates: list[tuple[LoggedUpdate, memoryview]] = []
+
+    def _query(self, round_: int, **changes: Any) -> dict[str, Any]:
+        installed = self.b.run.installed
+        return {"run": installed.run, "attempt": installed.attempt, "after": round_, "standby": self.name, **changes}
 
     async def confirm(self, round_: int, **changes: Any) -> httpx.Response:
-        installed = self.b.run.installed
-        message = {
-            "run": installed.run, "attempt": installed.attempt, "incarnation": installed.incarnation,
-            "instance": self.name, "round": round_, **changes,
-        }  # fmt: skip
+        self.held = max(self.held, round_)
         async with client(self.b) as http:
-            return await http.post(HELD_UPDATES, json=message)
+            return await http.get(UPDATES, params=self._query(round_, **changes))
+
+    async def receive(self, round_: int) -> None:
+        """Wait for an update that is not confirmed yet."""
+        async with client(self.b) as http:
+            answer = await http.get(UPDATES, params=self._query(self.held, wait_seconds=10))
+        records = parse_records(memoryview(bytearray(answer.content)), None)
+        self.updates = [(LoggedUpdate.from_record(record), record.data) for record in records]
+        assert self.updates[-1][0].round == round_
+
+    async def leave(self) -> None:
+        """Disconnect while a request waits."""
+        reader = Reader(self.b, UPDATES, **self._query(self.held, wait_seconds=10))
+        await until(lambda: self.b.run.storage.log._wakers)
+        await asyncio.sleep(SOON)
+        await reader.leave()
 
 
 def client(b: Bench) -> httpx.AsyncClient:
@@ -62,11 +77,9 @@ async def replicated(
     async with bench(2, state_dir=folder, durability="replicated", **{"checkpoint_rounds": 0, **options}) as b:
         first = b.run.round
         standby = Standby(b, after=first)
-        await until(lambda: standby.reader.received)
         require(b, 1, *requires)
-        assert (await standby.confirm(first)).status_code == 204
+        assert (await standby.confirm(first)).status_code == 200
         yield b, standby
-        await standby.reader.leave()
 
 
 async def contribute(b: Bench, round_: int) -> None:

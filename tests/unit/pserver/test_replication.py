@@ -1,4 +1,4 @@
-"""The stream of updates and the copy of a shard: a reader of both has the bits of the pserver, at any speed."""
+"""The updates in the log and the copy of a shard: a reader of both has the bits of the pserver, at any speed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import RunStopped, TrainerLost, TryAgain
+from ps_protocol.errors import RunStopped, TrainerLost
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.requests import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
@@ -24,9 +24,8 @@ from ps_protocol.routes import SHARD_COPY, UPDATES
 from ps_protocol.wire_types import WireTypes
 from services.pserver import replication
 from services.pserver.app import make_pserver_app
-from services.pserver.durable import log_reader
-from services.pserver.durable.record_stream import End, Idle, Received, RecordParser, encode_idle
-from services.pserver.durable.records import Record
+from services.pserver.durable import log_reader, update_log
+from services.pserver.durable.records import parse_records
 from services.pserver.durable.replay import replay_update
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
 from services.pserver.shard.history import History
@@ -44,19 +43,14 @@ Stop = Callable[[Bench], Any]
 
 
 class Reader:
-    """A client of the application, without a network. It takes parts while `takes` is set."""
+    """A request of the application, without a network. It takes parts of the answer while `takes` is set."""
 
     def __init__(self, b: Bench, path: str, given: str = "admin", **query: Any) -> None:
         self.status = 0
-        self.body = bytearray()  # of another answer than a stream
-        self.raw = bytearray()  # of a stream
-        self.received: list[Received] = []
+        self.body = bytearray()
+        self.headers: dict[bytes, bytes] = {}
         self.takes, self.leaves, self.is_held = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.takes.set()
-        self.chain: str | None = None
-        self.num_parts = 0
-        self._parser = RecordParser(1 << 24, query.get("digest"))
-        self._is_stream = path == UPDATES
         self._has_sent = False
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "2", "method": "GET", "scheme": "http",
@@ -79,37 +73,44 @@ class Reader:
             self.is_held.set()
         await self.takes.wait()
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.status, self.headers = message["status"], dict(message["headers"])
             return
-        self.num_parts += 1
-        if self._is_stream and self.status == 200:
-            self.raw += message.get("body", b"")
-            for received in self._parser.feed(message.get("body", b"")):
-                if isinstance(received, Record):  # whose memory is reused
-                    received = replace(received, body=memoryview(bytearray(received.body)))
-                self.received.append(received)
-            self.chain = self._parser.chain
-        else:
-            self.body += message.get("body", b"")
+        self.body += message.get("body", b"")
 
     @property
     def problem(self) -> dict[str, Any]:
         return dict(json.loads(self.body))
 
-    @property
-    def updates(self) -> list[tuple[LoggedUpdate, memoryview]]:
-        return [(LoggedUpdate.from_record(r), r.data) for r in self.received if isinstance(r, Record)]
-
-    @property
-    def rounds(self) -> list[int]:
-        return [update.round for update, _ in self.updates]
-
-    async def wait_for_round(self, round_: int) -> None:
-        await until(lambda: self.rounds[-1:] == [round_])
-
     async def leave(self) -> None:
         self.leaves.set()
         await asyncio.wait_for(self.task, 5)
+
+
+@dataclass
+class Updates:
+    """The updates behind one round, which are requested until a wanted round is there."""
+
+    b: Bench
+    after: int = 0
+    chain: str | None = None
+    rounds: list[int] = field(default_factory=list)
+    num_requests: int = 0
+
+    async def read_until(self, round_: int) -> list[tuple[LoggedUpdate, memoryview]]:
+        """The updates up to a round."""
+        found = []
+        async with asyncio.timeout(10):
+            while self.after < round_:
+                query = {"run": "run1", "attempt": 0, "after": self.after, "wait_seconds": 5}
+                reader = Reader(self.b, UPDATES, **query, **({"digest": self.chain} if self.chain else {}))
+                await reader.task
+                assert reader.status == 200, reader.body
+                self.num_requests += 1
+                for record in parse_records(memoryview(reader.body), self.chain):
+                    self.after, self.chain = self.after + 1, record.chain
+                    found.append((LoggedUpdate.from_record(record), record.data))
+                    self.rounds.append(found[-1][0].round)
+        return found
 
 
 @asynccontextmanager
@@ -188,17 +189,15 @@ async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_p
         await play(b, 1, 3)
         shard, history, chain = await read_copy(b)
         assert shard.digest() == b.run.shard.digest()
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=shard.version, digest=chain)
+        updates = Updates(b, shard.version, chain)
         await play(b, 4, 8)
-        await reader.wait_for_round(b.run.shard.version)
-        for update, data in reader.updates:
+        for update, data in await updates.read_until(b.run.shard.version):
             assert update.round == shard.version + 1
             replay_update(shard, history, update, data, keep=b.install.consistency.max_delay + 1)
         assert (shard.version, shard.versions) == (b.run.shard.version, b.run.shard.versions)
         assert shard.digest() == b.run.shard.digest()
         assert history == b.run.schedule.copy_history()
-        assert (shard.version, reader.chain) == b.run.storage.newest_update
-        await reader.leave()
+        assert (shard.version, updates.chain) == b.run.storage.newest_update
 
 
 async def test_a_copy_is_the_file_of_a_snapshot(tmp_path: Path) -> None:
@@ -230,65 +229,59 @@ async def test_a_copy_has_the_chain_of_its_round_although_updates_follow_at_once
         assert b.run.storage.newest_update[0] == 4
 
 
-# ---------------------------------------------------------------------- the stream
+# ---------------------------------------------------------------------- updates
 
 
-async def test_the_stream_begins_in_the_files_and_goes_on_with_each_update(tmp_path: Path) -> None:
+async def test_updates_come_from_the_files_and_then_one_by_one(tmp_path: Path) -> None:
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 4)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=1)
-        await reader.wait_for_round(4)
+        updates = Updates(b, 1)
+        await updates.read_until(4)
+        assert updates.num_requests == 1
         for round_ in (5, 6):
+            reading = asyncio.create_task(updates.read_until(round_))
             await b.play_round(round_)
-            await reader.wait_for_round(round_)
-        assert reader.rounds == [2, 3, 4, 5, 6]
-        await reader.leave()
+            await reading
+        assert updates.rounds == [2, 3, 4, 5, 6]
         assert not b.run.storage.log._wakers  # an append has no cost without readers
 
 
-async def test_an_idle_pserver_sends_its_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.02)
+async def test_an_idle_pserver_answers_with_its_round(tmp_path: Path) -> None:
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 2)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=2)
-        await until(lambda: len(reader.received) >= 3)
-        assert reader.received == [Idle(2)] * len(reader.received)
-        await reader.leave()
+        reader = Reader(b, UPDATES, run="run1", attempt=0, after=2, wait_seconds=0.02)
+        await reader.task
+        assert (reader.status, bytes(reader.body), reader.headers[b"gradpost-round"]) == (200, b"", b"2")
 
 
-async def test_a_slow_reader_holds_one_part_and_misses_nothing_while_files_are_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_reader, "CHUNK_BYTES", 1000)
+@pytest.mark.parametrize("most", [0, 4096])
+async def test_updates_are_read_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The answer has one record or several, and most of the newest file is read."""
+    monkeypatch.setattr(log_reader, "MAX_READ_BYTES", most)
+    monkeypatch.setattr(update_log, "MAX_POSITIONS", 1)
+    async with logging(tmp_path, checkpoint_rounds=4, keep_checkpoints=3) as b:
+        await play_and_write(b, 1, 11)
+        updates = Updates(b)
+        await updates.read_until(11)
+        assert updates.rounds == list(range(1, 12))
+        assert updates.num_requests == 11 if most == 0 else updates.num_requests < 11
+
+
+async def test_a_slow_reader_gets_its_records_while_files_are_reused(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as b:
         await play_and_write(b, 1, 3)
         reader = Reader(b, UPDATES, run="run1", attempt=0, after=2)
-        await reader.wait_for_round(3)
         reader.takes.clear()
+        await asyncio.wait_for(reader.is_held.wait(), 10)
         await play_and_write(b, 4, 11)
-        assert reader.num_parts <= 10
-        segments = list_segments(tmp_path / "pserver-0" / "log")
-        assert segments[0].base > 3  # the reader's file is gone, and its bytes are not
+        assert list_segments(tmp_path / "pserver-0" / "log")[0].base > 3  # the reader's file is gone
         reader.takes.set()
         await asyncio.wait_for(reader.task, 5)
-        *records, end = (r for r in reader.received if not isinstance(r, Idle))
-        assert [LoggedUpdate.from_record(record).round for record in records] == [3, 4]
-        assert isinstance(end, End)
-        assert (end.reason.code, end.reason.facts["begin"]) == ("updates_gone", 10)
-        again = Reader(b, UPDATES, run="run1", attempt=0, after=10)
-        await again.wait_for_round(11)
-        await again.leave()
-
-
-async def test_a_reader_follows_from_file_to_file(tmp_path: Path) -> None:
-    async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=2) as b:
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-        for round_ in range(1, 16):
-            await b.play_round(round_)
-            await reader.wait_for_round(round_)
-            await b.run.writer.wait_for_writes()
-        assert reader.rounds == list(range(1, 16))
-        await reader.leave()
+        [record] = parse_records(memoryview(reader.body), None)
+        assert LoggedUpdate.from_record(record).round == 3
+        status, code, problem = await refusal(b, after=3)
+        assert (status, code, problem["begin"]) == (410, "updates_gone", 10)
+        assert len(await Updates(b, 10).read_until(11)) == 1
 
 
 # ---------------------------------------------------------------------- refusals and ends
@@ -306,7 +299,7 @@ async def test_a_slow_reader_keeps_no_standby_from_a_copy(tmp_path: Path) -> Non
         await slow.task
 
 
-async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as b:
         await play_and_write(b, 1, 5)
         status, code, problem = await refusal(b, after=1)
@@ -317,36 +310,22 @@ async def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert (await refusal(b, attempt=1))[1] == "stale_run"
         assert (await refusal(b, after="x"))[1] == "invalid_message"
         assert (await refusal(b, after=5, digest="0" * 32))[1] == "diverged"
-        monkeypatch.setattr(replication, "MAX_STREAMS", 1)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=4)
-        await reader.wait_for_round(5)
-        assert (await refusal(b, after=5))[1] == "overloaded"
-        other = Reader(b, UPDATES, "replicate", run="run1", attempt=0, after=4)
-        await other.wait_for_round(5)
-        await other.leave()
-        await reader.leave()
-        same = Reader(b, UPDATES, run="run1", attempt=0, after=5, digest=reader.chain)
-        await b.play_round(6)
-        await same.wait_for_round(6)
-        await same.leave()
 
 
 async def test_the_chain_is_compared_over_the_beginning_of_a_file(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=2) as b:
-        first = Reader(b, UPDATES, run="run1", attempt=0, after=0)
         await play_and_write(b, 1, 4)
-        await first.wait_for_round(4)
+        updates = Updates(b)
+        await updates.read_until(4)
         assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [0, 2, 4]
         assert (await refusal(b, after=2, digest="0" * 32))[1] == "diverged"  # without the record of round 2
-        same = Reader(b, UPDATES, run="run1", attempt=0, after=4, digest=first.chain)
         assert (await refusal(b, after=4, digest="0" * 32))[1] == "diverged"
         await b.play_round(5)
-        await same.wait_for_round(5)
-        await first.leave()
-        await same.leave()
+        assert (await refusal(b, after=4, digest="0" * 32))[1] == "diverged"
+        await updates.read_until(5)
 
 
-async def test_a_run_without_a_log_has_no_stream(tmp_path: Path) -> None:
+async def test_a_run_without_a_log_has_no_updates(tmp_path: Path) -> None:
     async with logging(tmp_path, durability="none") as b:
         await b.play_round(1)
         assert (await refusal(b))[1] == "no_update_log"
@@ -363,72 +342,49 @@ ENDS: dict[str, tuple[Stop, str]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-async def test_the_stream_names_the_reason_of_its_end(tmp_path: Path, how: str) -> None:
+async def test_a_reader_gets_the_last_update_and_then_the_reason_of_the_end(tmp_path: Path, how: str) -> None:
     stop, code = ENDS[how]
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 3)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-        await reader.wait_for_round(3)
+        reader = Reader(b, UPDATES, run="run1", attempt=0, after=3, wait_seconds=10)
+        await until(lambda: b.run.storage.log._wakers)
         await asyncio.wait_for(stop(b), 5)
         await asyncio.wait_for(reader.task, 0.5)
-        end = reader.received[-1]
-        assert isinstance(end, End)
-        assert end.reason.code == code
-
-
-async def hold_in_round_4(b: Bench) -> Reader:
-    """Return a reader that has rounds 1 to 3, and does not take the first part of round 4."""
-    await b.play_rounds(1, 3)
-    reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-    await reader.wait_for_round(3)
-    reader.takes.clear()
-    await b.play_round(4)
-    await asyncio.wait_for(reader.is_held.wait(), 10)
-    return reader
+        assert reader.problem["code"] == code
+        if code != "stale_run":
+            assert len(await Updates(b).read_until(3)) == 3
+            assert (await refusal(b, after=3))[1] == code
 
 
 async def test_a_slow_reader_gets_no_byte_of_the_attempt_after_a_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_reader, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(replication, "PART_BYTES", 100)
     async with logging(tmp_path) as b:
-        reader = await hold_in_round_4(b)
+        await b.play_rounds(1, 4)
         before = list_segments(tmp_path / "pserver-0" / "log")[-1].path.read_bytes()
+        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
+        reader.takes.clear()
+        await asyncio.wait_for(reader.is_held.wait(), 10)
         await b.install_next_run("run1", attempt=1, restore=3, number=2)
         numbers = json.loads(b.completion()[HYPER_PARAMETERS_KEY])
         data = b.run.shard.aggregator.encode(None)
         b.run.storage.append(LoggedUpdate(4, (0, 1), numbers, None), data)  # in the place of the round that was undone
         reader.takes.set()
-        await asyncio.wait_for(reader.task, 2)
-        assert reader.rounds == [1, 2, 3]
-        received = bytes(reader.raw).removeprefix(encode_idle(3))
-        assert before.startswith(received)  # neither of another attempt, nor an end within a record
-        assert 0 < len(before) - len(received) < len(before) / 4
-
-
-async def test_a_slow_reader_does_not_hold_the_end_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replication, "DRAIN_SECONDS", 0.05)
-    async with logging(tmp_path) as b:
-        reader = await hold_in_round_4(b)
-        await b.run.end(TryAgain("stopping"))
-        await asyncio.wait_for(reader.task, 2)
-        assert not any(isinstance(record, End) for record in reader.received)
+        with suppress(OSError):  # the server cuts the response off
+            await asyncio.wait_for(reader.task, 2)
+        assert before.startswith(bytes(reader.body))
+        assert len(reader.body) < len(before) / 4
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/2"])
-async def test_over_a_socket_a_reader_pauses_and_gets_the_end(tmp_path: Path, version: str) -> None:
+async def test_updates_over_a_socket(tmp_path: Path, version: str) -> None:
     async with logging(tmp_path) as b:
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
         client = http2_client() if version == "HTTP/2" else httpx.AsyncClient()
         async with running(app) as service, client as http:
-            query = {"run": "run1", "attempt": "0", "after": "0"}
-            async with http.stream("GET", service.address + UPDATES, params=query) as response:
-                assert (response.http_version, response.headers["gradpost-incarnation"]) == (version, "1")
-                await b.play_rounds(1, 200)  # some 300 kB, while nothing is read
-                await b.pserver.stop()
-                parser = RecordParser(1 << 20)
-                received = [record async for chunk in response.aiter_raw() for record in parser.feed(chunk)]
-        *updates, end = (record for record in received if not isinstance(record, Idle))
-        assert [LoggedUpdate.from_record(record).round for record in updates] == list(range(1, 201))
-        assert isinstance(end, End)
-        assert end.reason.code == "stopping"
+            await b.play_rounds(1, 200)  # some 300 kB
+            answer = await http.get(service.address + UPDATES, params={"run": "run1", "attempt": "0", "after": "0"})
+            assert (answer.http_version, answer.headers["gradpost-incarnation"]) == (version, "1")
+            records = parse_records(memoryview(answer.content), None)
+            assert [LoggedUpdate.from_record(record).round for record in records] == list(range(1, 201))

@@ -1,4 +1,4 @@
-"""Arbitrary interleavings of confirmations, required sets, ends of streams and waits, on a real run."""
+"""Arbitrary interleavings of confirmations, required sets, disconnects and waits, on a real run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.errors import GradpostError, StaleRun, TryAgain
+from ps_protocol.errors import GradpostError, StaleRun
 from ps_protocol.membership import RequiredStandbys
-from services.pserver.run.standbys import StandbyConfirmations, StandbyStream
+from services.pserver.run.standbys import StandbyConfirmations
 
 from ...soaking import examples
 from .support import bench
@@ -36,7 +36,7 @@ class Waiting:
 
 
 class Confirmations(RuleBasedStateMachine):
-    """The standbys of one run against a model: the newest set, and what each open stream has confirmed."""
+    """The standbys of one run against a model: the newest set, and what each connected standby has confirmed."""
 
     @initialize(first=ROUNDS, names=st.sets(STANDBYS))
     def begin(self, first: int, names: set[str]) -> None:
@@ -51,7 +51,7 @@ class Confirmations(RuleBasedStateMachine):
         self.b.run.standbys = self.standbys = StandbyConfirmations(installed, 0, first, storage, self.count_report)
         self.first, self.required = first, required
         self.held: dict[str, int] = {}
-        self.streams: dict[str, list[StandbyStream]] = {name: [] for name in NAMES}
+        self.requests: dict[str, int] = {}
         self.awaited = names
         self.acknowledged = 0
         self.waiting: list[Waiting] = []
@@ -82,33 +82,18 @@ class Confirmations(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ events
 
-    @rule(name=STANDBYS)
-    def open_stream(self, name: str) -> None:
-        self.streams[name].append(self.call(self.standbys.open_stream, name))
-        self.held[name] = -1
-
-    @precondition(lambda self: any(self.streams.values()))
-    @rule(name=STANDBYS, which=st.integers(0, 3))
-    def close_stream(self, name: str, which: int) -> None:
-        """Close a stream, perhaps one that another has replaced."""
-        if not self.streams[name]:
-            return
-        is_newest = which >= len(self.streams[name]) - 1 and name in self.held
-        stream = self.streams[name][min(which, len(self.streams[name]) - 1)]
-        self.call(self.standbys.close_stream, stream)
-        if is_newest:
-            del self.held[name]
-            self.awaited.discard(name)
-            assert name not in self.standbys.describe().connected
-
     @rule(name=STANDBYS, round_=ROUNDS)
     def confirm(self, name: str, round_: int) -> None:
-        try:
-            self.call(self.standbys.confirm, name, round_)
-        except TryAgain:
-            assert name not in self.held
-        else:
-            self.held[name] = max(self.held[name], round_)
+        self.requests[name] = self.call(self.standbys.confirm, name, round_)
+        self.held[name] = max(self.held.get(name, -1), round_)
+
+    @rule(name=STANDBYS, is_newest=st.booleans())
+    def remove(self, name: str, is_newest: bool) -> None:
+        """Note a disconnect, perhaps of an earlier request."""
+        self.call(self.standbys.remove, name, self.requests.get(name, 0) - (not is_newest))
+        if is_newest and self.held.pop(name, None) is not None:
+            self.awaited.discard(name)
+            assert name not in self.standbys.describe().connected
 
     @rule(number=st.integers(1, 12), names=st.sets(STANDBYS))
     def require(self, number: int, names: set[str]) -> None:

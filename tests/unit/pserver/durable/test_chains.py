@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict, UpdatesGone
-from services.pserver.durable.log_reader import LogReader
-from services.pserver.durable.record_stream import RecordParser
-from services.pserver.durable.records import Record
+from services.pserver.durable.log_reader import find_records
+from services.pserver.durable.records import Record, parse_records
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.shard.history import History
@@ -63,10 +62,11 @@ class Side:
 
     def tear(self) -> None:
         """End the process while the newest update is written."""
-        tail = self.log.tail
+        segment, tail = self.log.positions[0], self.log.tail
+        assert segment is not None
         assert tail is not None
         before = sum(record.end - record.begin for _, record in self.log.read_after(len(self.updates) - 1))
-        os.truncate(tail.segment.path, tail.end - before // 2)
+        os.truncate(segment.path, tail.end - before // 2)
         self.updates = self.updates[:-1]
 
     def restore(self, newest: int) -> None:
@@ -146,8 +146,15 @@ class Chains(RuleBasedStateMachine):
         side, other = self.sides[index], self.sides[1 - index]
         after = max(0, min(len(side.updates), len(other.updates)) - back)
         chain = self.chains[other.updates[:after]]
+        numbers: list[int] = []
         try:
-            reader = LogReader(side.log, after, chain, lambda: max(side.checkpoints))
+            while (
+                found := find_records(side.log, after + len(numbers), chain, lambda: max(side.checkpoints))
+            ) is not None:
+                for record in parse_records(memoryview(found.read(found.begin, 10_000)), chain):
+                    numbers.append(get_number(record))
+                    chain = record.chain
+                found.close()
         except Conflict:
             assert side.updates[:after] != other.updates[:after]
             return
@@ -155,12 +162,8 @@ class Chains(RuleBasedStateMachine):
             assert after < min(side.checkpoints)
             return
         assert side.updates[:after] == other.updates[:after]
-        parser, numbers = RecordParser(10_000, chain), []
-        while part := reader.read():
-            numbers += [get_number(record) for record in parser.feed(part) if isinstance(record, Record)]
-        reader.close()
         assert tuple(numbers) == side.updates[after:]
-        assert parser.chain == self.chains[side.updates]
+        assert chain == self.chains[side.updates]
 
     def compare(self, side: Side) -> None:
         assert side.log.tail is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import httpx
 from prometheus_client import CollectorRegistry
@@ -16,8 +17,8 @@ from ps_http2.client import Http2Transport
 from ps_http2.stream import MIN_WINDOW_BYTES
 from ps_protocol.errors import StaleRun
 from ps_protocol.membership import PserverRegistered
-from ps_protocol.routes import HELD_UPDATES
-from ps_protocol.standbys import FenceStandby, HeldUpdates, StandbyAnswer
+from ps_protocol.routes import UPDATES
+from ps_protocol.standbys import FenceStandby, StandbyAnswer
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
@@ -41,6 +42,13 @@ def open_updates() -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=Http2Transport(window=MIN_WINDOW_BYTES))
 
 
+class Confirmation(NamedTuple):
+    """A request for the updates behind a round."""
+
+    round: int
+    instance: str
+
+
 class Standby:
     """A follower of a bench over a socket. `change` changes what the leader sends."""
 
@@ -59,8 +67,8 @@ class Standby:
         self.promotion.address = "http://standby:1"
         self.task: asyncio.Task[Any] | None = None
         self.change: Change | None = None
-        self.confirmed: list[HeldUpdates] = []
-        self.answers: list[Callable[[], Awaitable[int]]] = []  # each returns the status of the next confirmation
+        self.confirmed: list[Confirmation] = []
+        self.answers: list[Callable[[], Awaitable[int]]] = []  # each returns the status for the next confirmation
         self.failures: list[str] = []
         log_problem = self.follower._log_problem
 
@@ -70,11 +78,10 @@ class Standby:
 
         self.follower._log_problem = note_problem  # type: ignore[method-assign]
 
-    async def answer_confirmation(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.confirmed.append(HeldUpdates.model_validate_json((await receive())["body"]))
-        status = await self.answers.pop(0)() if self.answers else 204
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+    async def note_request(self, query: Mapping[str, str]) -> int:
+        """Note a request for updates. Returns the status of its answer; 0: the real one."""
+        self.confirmed.append(Confirmation(int(query["after"]), query["standby"]))
+        return await self.answers.pop(0)() if self.answers else 0
 
     def has_failed(self, text: str) -> bool:
         return any(text in failure for failure in self.failures)
@@ -169,9 +176,12 @@ class Changer:
         self.gate: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == HELD_UPDATES:
-            await self.standby.answer_confirmation(scope, receive, send)
-            return
+        if scope["path"] == UPDATES:
+            query = dict(parse_qsl(scope["query_string"].decode()))
+            if status := await self.standby.note_request(query):
+                await send({"type": "http.response.start", "status": status, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                return
 
         async def changing_send(message: Message) -> None:
             change = self.standby.change

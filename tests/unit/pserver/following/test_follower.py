@@ -17,7 +17,6 @@ from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, TrainerLost, TryAgain
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.standbys import FenceStandby
-from services.pserver import replication
 from services.pserver.app import make_pserver_app
 from services.pserver.following import follower as following
 from services.pserver.following import leader as leading
@@ -27,14 +26,13 @@ from services.runtime.metrics import ServiceMetrics
 
 from ..support import until
 from ..test_replication import KINDS, play, play_and_write
-from .support import Standby, following_bench, open_updates
+from .support import Standby, following_bench
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_follower_has_the_bits_of_its_leader(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
     async with following_bench(tmp_path, **{"nonfinite": "skip_round", **KINDS[kind]}) as (b, standby):
         await play(b, 1, 3)
         await standby.catch_up()
@@ -62,7 +60,6 @@ async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leading, "SILENCE_SECONDS", 0.2)
-    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
     async with following_bench(tmp_path, initial=False) as (b, standby):
         await asyncio.sleep(0.1)
         assert standby.follower.replica is None
@@ -70,8 +67,9 @@ async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
         await b.play_rounds(1, 2)
         await standby.catch_up()
         replica = standby.replica
-        monkeypatch.setattr(replication, "IDLE_SECONDS", 30.0)  # the leader hangs
+        monkeypatch.setattr(leading, "POLL_SECONDS", 10.0)  # the leader is silent
         await until(lambda: standby.has_failed("ReadTimeout"))
+        monkeypatch.setattr(leading, "POLL_SECONDS", 0.05)
         await b.play_rounds(3, 5)
         await standby.catch_up()
         await standby.stop()
@@ -161,7 +159,7 @@ async def test_an_end_of_the_run_keeps_the_replica(tmp_path: Path) -> None:
         standby.failures.clear()
         await b.run.end(TrainerLost("trainer 1 is lost"), is_failure=True)
         await until(lambda: len(standby.failures) > 0)
-        assert standby.failures[0] == "TrainerLost: trainer 1 is lost"  # as the end of the stream tells it
+        assert standby.failures[0] == "TrainerLost: trainer 1 is lost"
         assert standby.replica.round == 3
 
 
@@ -188,7 +186,6 @@ async def test_a_stream_that_breaks_during_an_update_is_continued_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the compute thread applies updates
-    monkeypatch.setattr(replication, "IDLE_SECONDS", 0.05)
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
         release, is_cut = threading.Event(), asyncio.Event()
@@ -304,7 +301,9 @@ async def test_a_run_without_a_log_is_refused(tmp_path: Path) -> None:
 async def test_a_copy_of_another_shard_is_refused(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
-        data = await leading.Leader(standby.address, standby.follower._http, open_updates).read_copy("run1", 0)
+        data = await leading.Leader(standby.address, standby.follower._http, standby.follower._http).read_copy(
+            "run1", 0
+        )
         with pytest.raises(BadInput, match="another shard"):
             restore_copy(b.install, 1, data)
 
@@ -362,7 +361,7 @@ async def test_everything_else_is_refused_with_the_address_of_the_leader(tmp_pat
         app = make_follower_app(standby.follower, standby.promotion, ServiceMetrics("standby"))
         own = {("PUT", routes.FENCE_STANDBY), ("PUT", routes.PROMOTE_STANDBY)}
         theirs = list_routes(make_pserver_app(b.pserver, ServiceMetrics("pserver")))
-        assert list_routes(app) - own == theirs | {("POST", routes.HELD_UPDATES)}
+        assert list_routes(app) - own == theirs
         async with reading(standby) as http:
             for method, path in REFUSED:
                 answer = await http.request(method, path, content=b"x" * 1000)
