@@ -28,8 +28,8 @@ class RunResult:
         self._checkpoints = checkpoints
         self._saving: asyncio.Task[None] | None = None
         self._last_summary: RunSummary | None = None
-        self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
-        self._summed_up_at = 0.0  # when its first summary was made
+        # When a summary of the newest run, start and round was made first.
+        self._ends: dict[tuple[str, float | None, Round], float] = {}
 
     def save_if_due(self) -> None:
         """Begin to save the result of a run that its trainers have left, unless that is done or under way."""
@@ -87,9 +87,9 @@ class RunResult:
         rounds = run.highest_round if is_ring else min((state.round for state in states), default=run.highest_round)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
         # All trainers print their summary at the end, and after the same round each gets the same seconds.
-        if self._summed_up != (run.record.name, run.started_at, rounds):
-            self._summed_up, self._summed_up_at = (run.record.name, run.started_at, rounds), self._shell.now()
-        end = self._summed_up_at if run.ended_at is None else run.ended_at
+        of = run.record.name, run.started_at, rounds
+        self._ends = {of: self._ends.get(of, self._shell.now())}
+        end = self._ends[of] if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
         for _, report in sorted(run.reports.items(), reverse=True):
             results.update(report.heartbeat.results)  # the lowest rank's results win

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from starlette.types import ASGIApp, Message
 
 from ps_protocol.errors import GradpostError, NotReady
 from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun
@@ -149,31 +148,3 @@ async def eventually(condition: Callable[[], bool], seconds: float = 5) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
             await asyncio.sleep(0.005)
-
-
-class AsgiClient:
-    """Calls one path of an application without a body, and disconnects when `leaves` is set.
-
-    `send` receives the response.
-    """
-
-    def __init__(self, path: str, query: bytes = b"") -> None:
-        self.leaves = asyncio.Event()
-        self._scope: dict[str, Any] = {
-            "type": "http", "method": "GET", "path": path, "query_string": query, "http_version": "2",
-            "headers": [(b"host", b"localhost")],
-        }  # fmt: skip
-        self._has_sent = False
-
-    async def call(self, app: ASGIApp) -> None:
-        await app(self._scope, self.receive, self.send)
-
-    async def receive(self) -> Message:
-        if self._has_sent:
-            await self.leaves.wait()
-            return {"type": "http.disconnect"}
-        self._has_sent = True
-        return {"type": "http.request"}
-
-    async def send(self, message: Message) -> None:
-        raise NotImplementedError

@@ -26,7 +26,7 @@ from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
-from .coordinating import AsgiClient, eventually
+from .coordinating import eventually
 from .support import change_record, registration
 
 NUM_PARTS = 50
@@ -34,15 +34,30 @@ NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that beg
 ONE = (0x3F80).to_bytes(2, "little")
 
 
-class ParameterReader(AsgiClient):
-    """Reads the parts of a parameter when `may_read` is set."""
+class ParameterReader:
+    """Calls the route of a parameter, reads the parts when `may_read` is set, and disconnects when `leaves` is set."""
 
     def __init__(self) -> None:
-        super().__init__("/v1/parameters/w")
+        self.leaves = asyncio.Event()
         self.may_read = asyncio.Event()
         self.has_headers = asyncio.Event()
         self.start: dict[str, Any] = {}
         self.parts: list[bytes] = []
+        self._has_sent = False
+
+    async def call(self, app: ASGIApp) -> None:
+        scope = {
+            "type": "http", "method": "GET", "path": "/v1/parameters/w", "query_string": b"", "http_version": "2",
+            "headers": [(b"host", b"localhost")],
+        }  # fmt: skip
+        await app(scope, self.receive, self.send)
+
+    async def receive(self) -> Message:
+        if self._has_sent:
+            await self.leaves.wait()
+            return {"type": "http.disconnect"}
+        self._has_sent = True
+        return {"type": "http.request"}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
