@@ -126,9 +126,9 @@ class Reconciler:
                     cluster.update(run, Run.with_change)  # a repetition is another change
                 return False
         if cluster.is_current(run) and cluster.run.record.state == "gathering":
-            cluster.run = cluster.run.begin_training(self._shell.now())
             reach_failpoint("begin.before")
-            await self._shell.persist()  # before a trainer gets the plan: after a restart the run would begin again
+            # Before a trainer gets the plan: after a restart the run would begin again.
+            await self._shell.persist(lambda newest: newest.begin_training(self._shell.now()))
             reach_failpoint("begin.after")
         cluster.update(run, lambda newest: newest.finish_change(number))
         return True
@@ -193,16 +193,9 @@ class Reconciler:
         With it the disk has the pservers that may hold the run from then on, so that their successors are known.
         """
         reach_failpoint("decide.before")
-        cluster, run = self._cluster, self._cluster.run
-        holders = {member.info.index: member.info.incarnation for member in members}
-        cluster.run = run.propose(decision).note_holders(holders)
-        try:
-            await self._shell.persist()
-        except BaseException:
-            cluster.update(run, lambda newest: newest.propose(None).note_holders(run.holders))
-            raise
+        run, holders = self._cluster.run, {member.info.index: member.info.incarnation for member in members}
+        await self._shell.persist(lambda newest: newest.note_holders(holders).apply_decision(decision))
         self._check_current(run)
-        cluster.run = cluster.run.apply_decision(decision)
         self._restore = restore
         reach_failpoint("decide.after")
 

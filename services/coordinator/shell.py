@@ -21,6 +21,7 @@ from .restore import RecordFile
 from .settings import CoordinatorSettings
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
+from .state.run import Run
 
 log = get_logger()
 
@@ -78,13 +79,14 @@ class Shell:
 
     # ------------------------------------------------------------------ the disk
 
-    async def persist(self) -> None:
-        """Persist the cluster's state.
+    async def persist(self, transition: Callable[[Run], Run] = lambda run: run) -> None:
+        """Persist the cluster's state with a transition of the run, which takes effect once it is on the disk.
 
         Raises TryAgain if the disk fails, and StorageFailed once it has failed for the round time-out.
         """
         async with self._persist_lock:
-            record = self.cluster.describe()  # under the lock, so that a newer record is not overwritten
+            run = self.cluster.run
+            record = self.cluster.describe(transition)  # under the lock, so that a newer record is not overwritten
             try:
                 await asyncio.to_thread(self.file.write, record)
             except OSError as error:
@@ -97,6 +99,7 @@ class Shell:
                 raise TryAgain(text) from error
             self._failing_since = None
             self.cluster.persisted = record.replicas
+            self.cluster.update(run, transition)
 
     # ------------------------------------------------------------------ pservers
 

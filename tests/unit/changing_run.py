@@ -297,7 +297,7 @@ class ChangingRun:
         """One step of it: freeze one, decide, or install one. The coordinator may forget all but its record."""
         if crash and which == 0 and not self.has_lost_rounds:  # else trainers would have to report what was lost
             incarnations = self.run.incarnations
-            self.run, self.change = Run.begin("run1", self.settings, incarnations).restore(self.run.durable, 0), None
+            self.run, self.change = Run.begin("run1", self.settings, incarnations).restore(self.run.record, 0), None
         self.step_change(which)
 
     def end_the_change(self) -> None:
@@ -407,8 +407,6 @@ class ChangingRun:
             assert decision.attempt == self.attempt + 1
             self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= (round_ or 0)}
         assert decision.membership.members == change.targets
-        self.run = self.run.propose(decision)
-        assert self.run.durable.membership == decision.membership
         self.run = self.run.apply_decision(decision)
         change.to_install = set(range(len(self.pservers)))
 

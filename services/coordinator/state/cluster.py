@@ -82,17 +82,17 @@ class Cluster:
 
     # ------------------------------------------------------------------ durable state
 
-    def describe(self) -> ClusterRecord:
-        """Return the record to persist."""
-        beginning = self.beginning
+    def describe(self, transition: Callable[[Run], Run] = lambda run: run) -> ClusterRecord:
+        """Return the record to persist, as it is after a transition of the run."""
+        beginning, run = self.beginning, transition(self.run)
         return ClusterRecord(
-            trainer_incarnations=dict(self.run.incarnations),
+            trainer_incarnations=dict(run.incarnations),
             pserver_incarnations=dict(self.registry.incarnations),
-            run_incarnations=dict(self.run.holders),
+            run_incarnations=dict(run.holders),
             pservers=tuple(member.record for member in self.registry.known.values()),
             replicas=dict(self.registry.replicas),
             beginning=beginning and Beginning(run=beginning.run, round=beginning.round, controls=beginning.controls),
-            run=self.run.durable if self.run.record.trainers else None,
+            run=run.record if run.record.trainers else None,
         )
 
     def restore_incarnations(self, record: ClusterRecord) -> None:

@@ -86,7 +86,6 @@ class Run:
     record: RunRecord
     incarnations: Mapping[Rank, Incarnation]  # the newest of each rank in all runs
     reports: Mapping[Rank, TrainerReport] = field(default_factory=dict)  # one for each trainer in the record
-    pending: Decision | None = None  # a decision that takes effect once it is persisted
     wanted_controls: Controls | None = None  # request of an administrator that the next decision fulfils
     rollback_to: Round | None = None  # the same, for a rollback
     refusal: str = ""  # why the newest request for a rollback was refused
@@ -163,11 +162,6 @@ class Run:
         return f"<Run {record.name} [{record.state}, attempt {record.attempt}, change {record.change_number}{waits}]>"
 
     @property
-    def durable(self) -> RunRecord:
-        """The record to persist: with the newest decision, which may not be in effect yet."""
-        return self.record if self.pending is None else self.record.adopt(self.pending)
-
-    @property
     def checkpoint_interval(self) -> Round:
         """The rounds between checkpoints; 0 without checkpoints, or without a plan."""
         return 0 if self.record.plan is None else self.settings.checkpoint_interval(self.record.plan)
@@ -232,8 +226,8 @@ class Run:
 
     @property
     def newest_controls(self) -> Controls:
-        """The controls that an administrator has set or requested last; a decision may be on its way to the disk."""
-        return self.wanted_controls or self.durable.membership.newest_controls
+        """The controls that an administrator has set or requested last."""
+        return self.wanted_controls or self.record.membership.newest_controls
 
     def with_change(self, **fields: Any) -> Run:
         """Return the run with a change that every pserver must receive."""
@@ -274,13 +268,9 @@ class Run:
         """Note pservers that hold the run."""
         return replace(self, holders={**self.holders, **pservers})
 
-    def propose(self, decision: Decision | None) -> Run:
-        """Return the run with a decision to persist, which is not in effect yet; None withdraws it."""
-        return replace(self, pending=decision)
-
     def apply_decision(self, decision: Decision) -> Run:
         """Put a persisted decision into effect. Requests that were made while it was written stay."""
-        run = replace(self, record=self.record.adopt(decision), reason=decision.reason, pending=None)
+        run = replace(self, record=self.record.adopt(decision), reason=decision.reason)
         if self.wanted_controls == decision.controls:
             run = replace(run, wanted_controls=None)
         if decision.attempt == self.record.attempt:

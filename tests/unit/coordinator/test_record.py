@@ -147,7 +147,7 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     before = make_training()
     before.run = before.run.apply_decision(Decision(1, None, 0, Membership({})))
     before.run = before.run.apply_decision(Decision(2, 7, 0, Membership({})))
-    before.run = before.run.propose(Decision(3, 5, 0, Membership({})))
+    before.run = before.run.apply_decision(Decision(3, 5, 0, Membership({})))
     assert make_installation(restarted(before, tmp_path), 0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
