@@ -86,9 +86,9 @@ def break_pages() -> None:
 def break_promotion() -> None:
     """Promote any standby with the run, as if all were in the in-sync set."""
 
-    def suspect(self: FailOver, index: PserverIndex, incarnation: Incarnation, *, has_ended: bool = False) -> None:
+    def suspect(self: FailOver, index: PserverIndex, incarnation: Incarnation) -> None:
         if self._is_to_be_replaced(index, incarnation):
-            self._start(index, incarnation, self._replace_if_silent(index, incarnation))
+            self._start(index, self._replace_if_silent(index, incarnation))
 
     FailOver.suspect = suspect  # type: ignore[method-assign]
     FailOver._list_members = lambda self, index: [*self._cluster.registry.find_successors(index).values()]  # type: ignore
