@@ -107,6 +107,8 @@ class Leader:
             data = await self._receive(response, replica.max_record_bytes + MAX_READ_BYTES)
         except TimeoutError:
             raise httpx.ReadTimeout("the pserver is silent") from None
+        finally:
+            await response.aclose()
         return Updates(parse_records(data, replica.held_chain), int(response.headers["gradpost-round"]))
 
     async def _receive(self, response: httpx.Response, max_bytes: int) -> memoryview:
