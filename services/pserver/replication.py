@@ -23,7 +23,7 @@ from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
 from services.runtime.security import may_administer
 
-from .durable.log_reader import Records
+from .durable.log_reader import Records, is_at_end
 from .durable.storage import RunStorage
 from .pserver import Pserver
 from .run.run import Run
@@ -85,12 +85,15 @@ class UpdatesReply(Response):
         log, deadline = self._storage.log, loop.time() + self._wait_seconds
         log.add_waker(wake)
         standbys, confirmation = None if self._standby is None else self._run.standbys, 0
+        records: Records | None
         try:
             while True:
                 changed.clear()
                 failure = self._run.failure  # before the read, which then finds the last update
                 try:
-                    records = await asyncio.to_thread(self._storage.find_records, self._after, self._chain)
+                    records = None
+                    if not is_at_end(log, self._after, self._chain):  # no thread for an idle pserver
+                        records = await asyncio.to_thread(self._storage.find_records, self._after, self._chain)
                 except GradpostError:
                     self._run.check_failure()  # which may have closed the log
                     raise

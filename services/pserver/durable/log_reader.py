@@ -44,16 +44,29 @@ class Records:
         self._log.close_segment(self._segment, self.fd)
 
 
-def find_records(log: UpdateLog, after: Round, chain: str | None, find_newest: Callable[[], Round]) -> Records | None:
-    """Return the records behind the update of round `after`, which has this chain, if it is known; None without any.
+def is_at_end(log: UpdateLog, after: Round, chain: str | None) -> bool:
+    """Return whether the update of round `after`, which has this chain, if it is known, is the newest one.
 
-    Blocks if the round is older than the newest file. `find_newest` returns the round of the newest snapshot. Raises
-    UpdatesGone, FutureRound, Conflict (`diverged`) for another chain, and OSError.
+    Reads no file. Raises FutureRound, and Conflict (`diverged`) for another chain.
+    """
+    tail = log.tail
+    if tail is None or after > tail.round:
+        raise FutureRound(f"the log ends before round {after}", current=0 if tail is None else tail.round)
+    if after == tail.round:
+        _check_chain(tail, chain)
+    return after == tail.round
+
+
+def find_records(log: UpdateLog, after: Round, chain: str | None, find_newest: Callable[[], Round]) -> Records:
+    """Return the records behind the update of round `after`, which is not the newest one: see `is_at_end`.
+
+    Blocks. `find_newest` returns the round of the newest snapshot. Raises UpdatesGone, Conflict (`diverged`) and
+    OSError.
     """
     segment, known = log.positions[0], log.positions[1][:]
-    limit = known[-1].end if known else 0
-    if not known or after > known[-1].round:
-        raise FutureRound(f"the log ends before round {after}", current=known[-1].round if known else 0)
+    if not known:
+        raise FutureRound(f"the log ends before round {after}", current=0)
+    limit = known[-1].end
     try:
         if after < known[0].round:
             older = [each for each in list_segments(log.folder) if each.base <= after]
@@ -61,9 +74,6 @@ def find_records(log: UpdateLog, after: Round, chain: str | None, find_newest: C
                 raise FileNotFoundError
             limit = limit if older[-1] == segment else older[-1].path.stat().st_size  # which was cut to its records
             segment = older[-1]
-        elif after == known[-1].round:
-            _check_chain(known[-1], chain)
-            return None
         assert segment is not None
         records = Records(log, segment)
     except FileNotFoundError:

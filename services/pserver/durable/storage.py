@@ -219,7 +219,7 @@ class RunStorage:
             restored.shard.published.discard_deltas()
         restored.is_short = self.has_log and newest is None and self.log.is_short
 
-    def find_records(self, after: Round, chain: str | None) -> Records | None:
+    def find_records(self, after: Round, chain: str | None) -> Records:
         """Return the records of the log behind a round: see `find_records`."""
         return find_records(self.log, after, chain, lambda: max(self.rounds, default=0))
 

@@ -287,8 +287,10 @@ class Follower:
             while True:
                 if handling is not None and replica.has_failed_to_log:
                     await handling
+                self._check_fence(named.incarnation)
                 replica.confirmed = max(replica.confirmed, replica.held)
                 asking = asyncio.create_task(leader.ask_for_updates(replica, self.instance, named.incarnation))
+                asking.add_done_callback(lambda task: task.cancelled() or task.exception())
                 if updates or handling is None or handling.done():
                     if handling is not None:
                         await self._wait_for(handling)

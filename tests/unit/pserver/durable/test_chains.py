@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict, UpdatesGone
-from services.pserver.durable.log_reader import find_records
+from services.pserver.durable.log_reader import find_records, is_at_end
 from services.pserver.durable.records import Record, parse_records
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
@@ -148,9 +148,8 @@ class Chains(RuleBasedStateMachine):
         chain = self.chains[other.updates[:after]]
         numbers: list[int] = []
         try:
-            while (
-                found := find_records(side.log, after + len(numbers), chain, lambda: max(side.checkpoints))
-            ) is not None:
+            while not is_at_end(side.log, after + len(numbers), chain):
+                found = find_records(side.log, after + len(numbers), chain, lambda: max(side.checkpoints))
                 for record in parse_records(memoryview(found.read(found.begin, 10_000)), chain):
                     numbers.append(get_number(record))
                     chain = record.chain
