@@ -21,6 +21,7 @@ from ps_protocol.errors import (
     StalePserver,
     StaleRun,
     TryAgain,
+    Unauthenticated,
     Unreachable,
 )
 from ps_protocol.fence import Fence
@@ -96,12 +97,14 @@ class PserverConnection:
         any other TryAgain         `Retry-After`               deadline_seconds                 (2)
         StalePserver, StaleRun     until the next heartbeat    deadline_seconds (1)             (2)
         FutureRound                until the next heartbeat    deadline_seconds (3)             (2)
+        Unauthenticated (4)        until the next heartbeat    deadline_seconds (3)             (2)
         ContributionMissing        none: push again            MAX_REPUSHES                     a new incarnation
         the same, nothing to push  as for FutureRound
         =========================  ==========================  ===============================  =================
 
         (1) Not while the coordinator answers, which then decides how long this trainer waits. (2) A new incarnation,
         RoundPending, or a pserver away under (1). (3) At once by the first known incarnation, which has lost no rounds.
+        (4) A new token may reach the host of a promoted standby later than this trainer.
         """
         num_unanswered = 0  # requests in a row
         silence = Patience(self.retry_seconds)  # from the first failure, since a request may wait long for its answer
@@ -123,7 +126,7 @@ class PserverConnection:
                 seconds = choose_backoff(num_unanswered)
                 await self.news.wait_for_heartbeat(seconds)
                 await asyncio.sleep(min(seconds, PAUSE_SECONDS))
-            except (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound) as answer:
+            except (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound, Unauthenticated) as answer:
                 num_unanswered, incarnation = 0, self.info.incarnation
                 silence.reset()
                 has_repushed = False
@@ -147,10 +150,11 @@ class PserverConnection:
                         await self.news.wait_for_heartbeat(NEWS_SECONDS)
                     case ContributionMissing() if has_repushed:
                         pass
-                    case FutureRound() | ContributionMissing():  # it lacks a round that this trainer has pulled from it
+                    case FutureRound() | ContributionMissing() | Unauthenticated():
                         if incarnation == self.first_incarnation or refusals[incarnation].note_failure():
                             raise
-                        self.news.ahead_of[self.info.index] = incarnation
+                        if not isinstance(answer, Unauthenticated):  # it lacks a round that this trainer has pulled
+                            self.news.ahead_of[self.info.index] = incarnation
                         await self.news.wait_for_heartbeat(NEWS_SECONDS)
                 self.metrics.retries.labels(answer.code).inc()
 

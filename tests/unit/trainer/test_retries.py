@@ -20,6 +20,7 @@ from ps_protocol.errors import (
     StalePserver,
     StaleRun,
     TryAgain,
+    Unauthenticated,
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
@@ -167,6 +168,18 @@ async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round
         with pytest.raises(type(answer)):
             await client.barrier(1, BATCH)
     assert news.ahead_of == {0: 2}
+
+
+async def test_the_token_may_reach_a_promoted_standby_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
+    news, refused = News(heard_at=float("inf")), refuse(Unauthenticated("the bearer token is not valid"))
+    async with client_of(lambda _: refused, news) as client, asyncio.timeout(5):
+        with pytest.raises(Unauthenticated):
+            await client.barrier(1, BATCH)
+        news.pservers[0] = RESTARTED
+        answers = iter([refused, refused, DONE])
+        client.connection.exchange._transport = httpx.MockTransport(lambda _: next(answers))  # type: ignore[assignment]
+        await client.barrier(1, BATCH)
 
 
 # ---------------------------------------------------------------- news of restarted pservers
