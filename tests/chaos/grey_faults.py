@@ -193,6 +193,8 @@ def _wake_writer(episode: Episode, victim: str) -> bool:
     episode.arm(leader, "checkpoint.shard=stop")
     episode.lose(victim)
     if not wait_for_stop(leader) or folder is None:
+        episode.arm(leader, "")  # another fault may have made it a standby, which would stop once it leads again
+        leader.signal(SIGCONT)
         return False
     round_ = max(int(path.name.partition("-")[0]) for path in (folder / "log").glob("*.safetensors"))
     _check_replaced(episode, victim, leader, "which is stopped")
