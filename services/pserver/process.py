@@ -90,7 +90,7 @@ async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[i
 
 
 def _open_updates(settings: PserverSettings) -> httpx.AsyncClient:
-    """Return a client for a stream of updates.
+    """Return a client for the updates of a leader.
 
     Its small window makes the pserver wait, and not this process keep what it cannot apply yet.
     """

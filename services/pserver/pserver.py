@@ -352,7 +352,7 @@ class Pserver:
         run = self._run
         described: dict[str, Any] = {"run": None, "round": 0} if run is None else describe_run(run)
         if self.is_stopping:
-            described["standbys"] = None  # it has ended their streams, and lets one replace it
+            described["standbys"] = None  # it answers them no more, and lets one replace it
         return PserverHeartbeat(
             incarnation=self.incarnation or 0,
             is_stopping=self.is_stopping,

@@ -57,7 +57,8 @@ class UpdatesReply(Response):
         self._after = after
         self._chain = chain
         self._wait_seconds = wait_seconds
-        self._standby = standby
+        self._standby = standby or ""
+        self._standbys = None if standby is None else run.standbys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for records and send them, unless the client disconnects."""
@@ -84,7 +85,7 @@ class UpdatesReply(Response):
         left.add_done_callback(lambda _: changed.set())
         log, deadline = self._storage.log, loop.time() + self._wait_seconds
         log.add_waker(wake)
-        standbys, confirmation = None if self._standby is None else self._run.standbys, 0
+        confirmation = 0
         records: Records | None
         try:
             while True:
@@ -99,8 +100,8 @@ class UpdatesReply(Response):
                     raise
                 except OSError as error:
                     raise self._run.storage_failed("read its log", error) from error
-                if standbys is not None and self._standby is not None and not confirmation:
-                    confirmation = standbys.confirm(self._standby, self._after)
+                if self._standbys is not None and not confirmation:
+                    confirmation = self._standbys.confirm(self._standby, self._after)
                 if records is None and failure is not None:
                     self._run.check_failure()
                 if records is not None or loop.time() >= deadline or left.done():
@@ -110,8 +111,8 @@ class UpdatesReply(Response):
                         await changed.wait()
         finally:
             log.remove_waker(wake)
-            if left.done() and standbys is not None and self._standby is not None:
-                standbys.remove(self._standby, confirmation)
+            if left.done() and self._standbys is not None:
+                self._standbys.remove(self._standby, confirmation)
 
     async def _send(self, records: Records | None, send: Send) -> None:
         num_bytes = 0 if records is None else records.end - records.begin
@@ -154,10 +155,9 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
     storage = run.require_storage()
     if not isinstance(run, SyncRun):
         raise _make_refusal(run)
-    sync_run = run  # mypy knows its type in `copy`, too
 
     def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
-        return run.shard.state.clone(), storage.describe_shard(sync_run.stepped_history)
+        return run.shard.state.clone(), storage.describe_shard(run.stepped_history)
 
     state, description = await run.read_between_updates(copy)
     run.check_failure()  # the newest step may have failed

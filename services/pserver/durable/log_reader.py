@@ -79,9 +79,9 @@ def find_records(log: UpdateLog, after: Round, chain: str | None, find_newest: C
     except FileNotFoundError:
         raise _make_gone(after, find_newest()) from None
     try:
-        positions = known if after >= known[0].round else _read_positions(records.fd, segment, limit)
-        found = [position for position in positions if position.round >= after]
-        if not found or found[0].round != after or len(found) == 1:  # a part of the log was lost
+        positions = known if after >= known[0].round else list(_read_positions(records.fd, segment, limit))
+        found = positions[after - positions[0].round :]  # their rounds follow one another
+        if len(found) < 2:  # a part of the log was lost
             raise _make_gone(after, find_newest())
         _check_chain(found[0], chain)
         records.begin = found[0].end

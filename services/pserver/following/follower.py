@@ -385,7 +385,7 @@ class Follower:
                     return
                 self._expected = reading.result()
             except (httpx.TransportError, ValueError, GradpostError):
-                return  # the leader is busy, or the stream ends
+                return  # the leader is busy, or does not answer
             finally:
                 reading.cancel()
                 hurrying.cancel()

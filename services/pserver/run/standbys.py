@@ -36,20 +36,20 @@ log = get_logger()
 
 
 @dataclass(slots=True, eq=False)
-class SeenStandby:
+class StandbyProgress:
     """The requests of one standby for updates, and the newest round that it has confirmed with them."""
 
     instance: Instance
     target: Round  # once it is confirmed, the standby has needed the time since `target_since`
     target_since: float
-    begin: Round | None = None  # the first confirmed round, which a copy may contain
-    held: Round = -1
+    begin: Round  # the first confirmed round, which a copy may contain
+    held: Round
     is_prompt: bool = False  # it confirms updates in time
     num_requests: int = 0
 
 
 class StandbyConfirmations:
-    """The required standbys and the streams of all standbys of one run. Lives on the event loop."""
+    """The required standbys of one run, and all that ask for its updates. Lives on the event loop."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class StandbyConfirmations:
         self.acknowledged: Round = 0  # version 0 is no update
         self.first = first
         self._report = report
-        self._streams: dict[Instance, SeenStandby] = {}
+        self._progress: dict[Instance, StandbyProgress] = {}
         self._joins_until: dict[Instance, float] = {}
         self._backoffs: dict[Instance, tuple[float, float]] = {}  # of standbys that were late: seconds, and until when
         self._awaited = set(required.instances)  # they count as connected until they are late: the run has just begun
@@ -78,8 +78,8 @@ class StandbyConfirmations:
         self._described = self.describe()
 
     def __repr__(self) -> str:
-        streams = ", ".join(f"{stream.instance[:8]}: {stream.held}" for stream in self._streams.values())
-        return f"<StandbyConfirmations [round {self.acknowledged} acknowledged | {streams or 'no streams'}]>"
+        standbys = ", ".join(f"{standby.instance[:8]}: {standby.held}" for standby in self._progress.values())
+        return f"<StandbyConfirmations [round {self.acknowledged} acknowledged | {standbys or 'no standbys'}]>"
 
     # ------------------------------------------------------------------ events
 
@@ -98,28 +98,27 @@ class StandbyConfirmations:
         Returns the number of the request, for `remove`.
         """
         now = asyncio.get_running_loop().time()
-        stream = self._streams.get(instance)
-        if stream is None:
-            self._streams[instance] = stream = SeenStandby(instance, self._newest, now)
+        standby = self._progress.get(instance)
+        if standby is None:
+            self._progress[instance] = standby = StandbyProgress(instance, self._newest, now, round_, round_)
             self._joins_until.setdefault(instance, now + JOINING_SECONDS)
-        stream.num_requests += 1
-        stream.held = max(stream.held, round_)
-        stream.begin = round_ if stream.begin is None else stream.begin
+        standby.num_requests += 1
+        standby.held = max(standby.held, round_)
         _, until = self._backoffs.get(instance, (0.0, 0.0))
-        has_received = stream.held >= stream.begin + self._num_restorable
+        has_received = standby.held >= standby.begin + self._num_restorable
         may_join = instance in self.required.instances or (has_received and now >= until)
-        if stream.held >= stream.target:
-            is_in_time = stream.held >= self._newest or now - stream.target_since <= PROMPT_SECONDS
-            stream.is_prompt |= is_in_time and may_join
-            stream.target, stream.target_since = self._newest, now
+        if standby.held >= standby.target:
+            is_in_time = standby.held >= self._newest or now - standby.target_since <= PROMPT_SECONDS
+            standby.is_prompt |= is_in_time and may_join
+            standby.target, standby.target_since = self._newest, now
         self._note_change()
-        return stream.num_requests
+        return standby.num_requests
 
     def remove(self, instance: Instance, request: int) -> None:
         """Remove a standby whose connection has ended, unless a later request has arrived. It must confirm again."""
-        stream = self._streams.get(instance)
-        if stream is not None and stream.num_requests == request:
-            del self._streams[instance]
+        standby = self._progress.get(instance)
+        if standby is not None and standby.num_requests == request:
+            del self._progress[instance]
             self._awaited.discard(instance)
             self._note_change()
 
@@ -130,12 +129,12 @@ class StandbyConfirmations:
         """
         for instance in self.find_missing(round_):
             self._awaited.discard(instance)
-            if (stream := self._streams.get(instance)) is not None and stream.is_prompt:
-                stream.is_prompt = False
-                stream.target, stream.target_since = self._newest, asyncio.get_running_loop().time()
-                self._back_off(instance, stream.target_since)
-        for stream in self._streams.values():
-            stream.is_prompt |= is_stuck and stream.held >= round_
+            if (standby := self._progress.get(instance)) is not None and standby.is_prompt:
+                standby.is_prompt = False
+                standby.target, standby.target_since = self._newest, asyncio.get_running_loop().time()
+                self._back_off(instance, standby.target_since)
+        for standby in self._progress.values():
+            standby.is_prompt |= is_stuck and standby.held >= round_
         self._note_change(wakes=False)
 
     def _back_off(self, instance: Instance, now: float) -> None:
@@ -163,7 +162,7 @@ class StandbyConfirmations:
 
     def find_missing(self, round_: Round) -> list[Instance]:
         """Return the required standbys that have not confirmed a round."""
-        held = {instance for instance, stream in self._streams.items() if stream.held >= round_}
+        held = {instance for instance, standby in self._progress.items() if standby.held >= round_}
         return [instance for instance in self.required.instances if instance not in held]
 
     def describe_missing(self) -> str:
@@ -226,15 +225,15 @@ class StandbyConfirmations:
         loop = asyncio.get_running_loop()
         now = loop.time()
         until = now + CATCH_UP_SECONDS
-        while now < until and any(self._is_behind(stream, round_ - 1, now) for stream in self._streams.values()):
+        while now < until and any(self._is_behind(standby, round_ - 1, now) for standby in self._progress.values()):
             await self.wait_for_change(until - now)
             now = loop.time()
 
-    def _is_behind(self, stream: SeenStandby, round_: Round, now: float) -> bool:
-        is_joining = stream.instance not in self.required.instances and now < self._joins_until.get(
-            stream.instance, 0.0
+    def _is_behind(self, standby: StandbyProgress, round_: Round, now: float) -> bool:
+        is_joining = standby.instance not in self.required.instances and now < self._joins_until.get(
+            standby.instance, 0.0
         )
-        return is_joining and stream.begin is not None and stream.held < round_
+        return is_joining and standby.held < round_
 
     def wake(self) -> None:
         """Make every waiting task check its condition again."""
@@ -246,7 +245,7 @@ class StandbyConfirmations:
 
     def describe(self) -> SeenStandbys:
         """Return the standbys as the coordinator needs to know them."""
-        held = {instance: stream.held for instance, stream in self._streams.items() if stream.is_prompt}
+        held = {instance: standby.held for instance, standby in self._progress.items() if standby.is_prompt}
         caught_up = (instance for instance in self.required.instances if held.get(instance, -1) >= self._newest)
         return SeenStandbys(
             number=self.required.number,
