@@ -14,8 +14,9 @@ from urllib.parse import unquote
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope
 
+from .asyncio_shell import AsyncStream, BodyReader
 from .frames import ErrorCode
-from .stream import BodyReader, Headers, Stream, StreamResetError
+from .stream import Headers, StreamResetError
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("gradpost")
 
@@ -103,7 +104,7 @@ class Request:
     can detect slow clients.
     """
 
-    def __init__(self, stream: Stream, scope: Scope, default_headers: Headers, read_seconds: float) -> None:
+    def __init__(self, stream: AsyncStream, scope: Scope, default_headers: Headers, read_seconds: float) -> None:
         self._stream = stream
         self._scope = scope
         self._default_headers = default_headers

@@ -2,14 +2,14 @@
 
     socket ──► FrameReader ──► DATA: into `stream.sink`, whose memory `get_buffer` gives to the kernel
                           └──► other frames: complete, to `frame_received` or `header_block_received`
-    stream.outgoing ──► `pump` ──► FrameWriter ──► socket
+    stream.outgoing ──► FrameWriter ──► `pump` ──► socket
 
-All methods run on the event loop, and none of them waits.
+There is no socket in it: bytes and buffers go in and out. The shells (`asyncio_shell.py`, `polled_client.py`) read,
+write and wait. No method waits, and one thread at a time calls them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import ClassVar
@@ -22,7 +22,7 @@ from .frames import ErrorCode, ProtocolError
 from .header_blocks import HeaderBlocks
 from .reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_HEADERS, FrameReader, Receiver
 from .stream import Headers, Stream, StreamResetError
-from .writer import FrameWriter
+from .writer import FrameWriter, Transport
 
 MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # a peer that does not read its acknowledgements is disconnected
 MAX_UNPRODUCTIVE_FRAMES = 1000  # in a row, without a request or a part of a body; they take 10 to 30 ms
@@ -34,8 +34,10 @@ CONNECTION_WINDOW = 1 << 30  # flow control is left to the streams' windows
 _CODE_NAMES = {code.value: code.name for code in ErrorCode}
 
 
-class Connection(asyncio.BufferedProtocol, Receiver):
-    """The common part of client and server. A subclass opens streams and interprets their headers."""
+class Connection(Receiver):
+    """The common part of client and server. A subclass opens streams and interprets their headers; a shell writes."""
+
+    stream_type: ClassVar[type[Stream]] = Stream
 
     preface: ClassVar[bytes]  # that this end sends first
     keeps_windows_full: bool  # restore streams' windows completely, whatever their sinks have room for
@@ -56,7 +58,7 @@ class Connection(asyncio.BufferedProtocol, Receiver):
         self._num_unproductive, self._counted_since = 0, time.monotonic()
         self._writer = FrameWriter(self.streams, self._frame_sent)
         self._peer_stream_window = frames.DEFAULT_WINDOW
-        self._transport: asyncio.Transport
+        self._transport: Transport
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} [{len(self.streams)} streams | {self.received_bytes} bytes received]>"
@@ -89,32 +91,40 @@ class Connection(asyncio.BufferedProtocol, Receiver):
         """React to GOAWAY: the peer accepts no new streams, and has not processed those above `last_stream_id`."""
         self.is_closing = True
 
-    # ------------------------------------------------------------------ asyncio.BufferedProtocol
+    # ------------------------------------------------------------------ implemented by shells
 
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def write_parts(self) -> None:
+        """Write the parts of the writer, as many as the transport takes."""
+        raise NotImplementedError
+
+    def write_last(self, data: bytes) -> None:
+        """Write the last bytes before the transport is closed, within `CLOSE_SECONDS`."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ called by shells
+
+    def begin(self, transport: Transport) -> None:
+        """Begin with a connected transport: this end sends its preface and settings."""
         self._transport = transport
-        self._writer.start(transport)
         # SETTINGS do not change the window of the connection.
         window = frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
         self._writer.queue(self.preface + frames.pack_settings(self._settings) + window)
         self.pump()
 
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
+    def end(self, exc: Exception | None) -> None:
+        """End all streams, because the transport is closed."""
         self.is_closing = True
         for stream in [*self.streams.values()]:
             text = f"the connection is lost: {exc or 'closed'}"
             self.remove_stream(stream, StreamResetError(ErrorCode.CONNECT_ERROR, text))
         self._writer.stop()
 
-    @override
-    def get_buffer(self, sizehint: int) -> memoryview:
+    def get_buffer(self, sizehint: int = -1) -> memoryview:
+        """Return the memory of the next bytes, which is never empty."""
         return self._reader.get_buffer()
 
-    @override
     def buffer_updated(self, nbytes: int) -> None:
+        """Process bytes that were received at the beginning of `get_buffer()`."""
         self.received_bytes += nbytes
         try:
             self._reader.buffer_updated(nbytes)
@@ -133,15 +143,6 @@ class Connection(asyncio.BufferedProtocol, Receiver):
             del room
             self.buffer_updated(count)
             rest = rest[count:]
-
-    @override
-    def pause_writing(self) -> None:
-        self._writer.is_paused = True
-
-    @override
-    def resume_writing(self) -> None:
-        self._writer.is_paused = False
-        self.pump()
 
     # ------------------------------------------------------------------ receiving
 
@@ -341,7 +342,7 @@ class Connection(asyncio.BufferedProtocol, Receiver):
     def new_stream(self, stream_id: int) -> Stream:
         """Return a new stream, which the caller adds to `streams`."""
         self.highest_stream = stream_id
-        return Stream(self, stream_id, self._peer_stream_window, self._stream_window)
+        return self.stream_type(self, stream_id, self._peer_stream_window, self._stream_window)
 
     def send_headers(self, stream: Stream, headers: Headers, *, end_stream: bool = False) -> None:
         """Queue headers, which are written with the next data or `pump`."""
@@ -391,11 +392,9 @@ class Connection(asyncio.BufferedProtocol, Receiver):
     def abort(self, code: ErrorCode, text: str) -> None:
         """Close the connection, with a GOAWAY unless a DATA frame is partly written."""
         if not self._transport.is_closing():
-            self._writer.write_last(self._pack_goaway(code, text))
+            self.write_last(self._writer.finish(self._pack_goaway(code, text)))
             self._transport.close()
-            # `close` waits until the peer has taken what is written.
-            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
-        self.connection_lost(ConnectionError(text))
+        self.end(ConnectionError(text))
 
     def _pack_goaway(self, code: ErrorCode, text: str) -> bytes:
         last_stream_id = 0 if self.preface else self.highest_stream  # of the peer's streams; servers open none
@@ -408,7 +407,7 @@ class Connection(asyncio.BufferedProtocol, Receiver):
 
     def pump(self) -> None:
         """Write as much as the windows and the transport allow."""
-        self._writer.pump()
+        self.write_parts()
         if self.is_closing:
             self._close_if_done()
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from . import frames
 from .asgi import Request, log, read_scope
-from .connection import Connection
+from .asyncio_shell import AsyncConnection, AsyncStream
 from .frames import ErrorCode, ProtocolError
 from .local_sockets import enlarge_buffer
 from .reader import MAX_HEADER_BYTES
@@ -108,7 +108,7 @@ class Watch:
             self._timer = self._loop.call_later(self._period, self._check)
 
 
-class ServerConnection(Connection):
+class ServerConnection(AsyncConnection):
     """A connection that uvicorn has accepted, after the client's preface.
 
     `connections` and `tasks` are uvicorn's sets of both; `default_headers` returns the headers of each response.
@@ -165,11 +165,11 @@ class ServerConnection(Connection):
         self._watch = Watch(self, self._transport, self._header_timeout_seconds, self._body_timeout_seconds)
 
     @override
-    def connection_lost(self, exc: Exception | None) -> None:
+    def end(self, exc: Exception | None) -> None:
         self._connections.discard(self)
         if self._watch is not None:
             self._watch.stop()
-        super().connection_lost(exc)
+        super().end(exc)
 
     def shutdown(self) -> None:
         """Close the connection gracefully, because uvicorn stops."""
@@ -207,6 +207,7 @@ class ServerConnection(Connection):
             return
         scope.update(self._scope)
         read_seconds = min(READ_SECONDS, self._body_timeout_seconds / CHECKS)
+        assert isinstance(stream, AsyncStream)
         request = Request(stream, scope, self._default_headers(), read_seconds)
         self._num_running += 1
         task = self._loop.create_task(request.run(self._app))

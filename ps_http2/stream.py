@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from typing import Protocol, TypeAlias
-
-from typing_extensions import override
 
 from .frames import ErrorCode
 
@@ -53,11 +50,7 @@ class StreamResetError(Exception):
 
 
 class Stream:
-    """A stream on the event loop of its connection.
-
-    The connection refers to the memory of a body while it is sent. The caller may change it once `send` has returned,
-    or after `close`.
-    """
+    """A stream of a connection, which refers to the memory of a body until it is sent, or until `close`."""
 
     def __init__(self, connection: StreamOwner, stream_id: int, send_window: int, receive_window: int) -> None:
         self.stream_id = stream_id
@@ -76,7 +69,6 @@ class Stream:
         self.was_blocked = False  # by its own window, while the connection's was open
         self.expected_bytes: int | None = None  # by Content-Length
         self._connection = connection
-        self._waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         ends = f"{'closed' if self.is_remote_closed else 'open'}, {'closed' if self.is_local_closed else 'open'}"
@@ -88,38 +80,11 @@ class Stream:
         return self.error is not None or (self.is_remote_closed and self.is_local_closed)
 
     def notify(self) -> None:
-        """Wake all tasks in `wait_for_change`."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait_for_change(self) -> None:
-        """Wait for the next change of the stream. Raises StreamResetError if it has been reset."""
-        self._raise_if_reset()
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
+        """React to a change of this stream: the shell wakes those who wait for it."""
 
     def send_headers(self, headers: Headers, *, end_stream: bool = False) -> None:
         """Queue headers; they are written with the next data."""
         self._connection.send_headers(self, headers, end_stream=end_stream)
-
-    async def send(self, data: memoryview | bytes, *, end_stream: bool = False) -> None:
-        """Send a part of the body, and wait until the transport has taken all of it.
-
-        Raises StreamResetError, also after the end of the body. Cancellation resets the stream.
-        """
-        self._raise_if_reset()
-        if self.ends_with_outgoing or self.is_local_closed:
-            raise StreamResetError(ErrorCode.STREAM_CLOSED, "the body has ended")
-        self.send_nowait(data, end_stream=end_stream)
-        try:
-            while self.outgoing or self.is_being_written or (end_stream and not self.is_local_closed):
-                await self.wait_for_change()
-        except asyncio.CancelledError:
-            self.close()
-            raise
 
     def send_nowait(self, *parts: memoryview | bytes, end_stream: bool = True) -> None:
         """Queue parts of the body without a copy. They must not change until the stream is closed."""
@@ -127,7 +92,8 @@ class Stream:
         self.ends_with_outgoing = end_stream
         self._connection.pump()
 
-    def _raise_if_reset(self) -> None:
+    def raise_if_reset(self) -> None:
+        """Raise StreamResetError if the stream has been reset."""
         if self.error is not None:  # not the error itself: its traceback would refer to the arguments of each call
             raise StreamResetError(self.error.code, str(self.error)) from self.error.__cause__
 
@@ -150,72 +116,3 @@ def content_length(headers: Headers) -> int | None:
     if not value.isdigit() or len(value) > 18:
         raise ValueError("Content-Length is not a number")
     return int(value)
-
-
-class BodyReader(Sink):
-    """A sink whose owner reads the body into a buffer, or in parts. It keeps at most a window of unread bytes."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._unread: deque[bytes] = deque()
-        self._target = _EMPTY
-        self._num_written = 0
-
-    async def read_into(self, buffer: memoryview, seconds: float) -> tuple[int, bool]:
-        """Receive until the buffer is full or the body ends; return the number of bytes, and True if more may follow.
-
-        Returns after `seconds` with the bytes received by then, if there are any. The stream's window is raised to the
-        size of the buffer. Raises StreamResetError.
-        """
-        unread, self._unread = self._unread, deque()
-        self._target, self._num_written = buffer, 0
-        for part in unread:
-            self.feed(memoryview(part))
-        stream = self._stream
-        stream.raise_window(len(buffer) - self._num_written)
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            while self._num_written < len(buffer) and not stream.is_remote_closed:
-                timer = loop.call_later(seconds, stream.notify)
-                try:
-                    await stream.wait_for_change()
-                finally:
-                    timer.cancel()
-                if self._num_written and loop.time() - started >= seconds:
-                    break
-        finally:
-            self._target = _EMPTY
-        return self._num_written, bool(self._unread) or not stream.is_remote_closed
-
-    async def read(self) -> tuple[bytes, bool]:
-        """Wait for the next bytes of the body, empty at its end; return them, and True if more may follow."""
-        while not self._unread and not self._stream.is_remote_closed:
-            self._stream.raise_window(MIN_WINDOW_BYTES)
-            await self._stream.wait_for_change()
-        data = b"".join(self._unread)
-        self._unread.clear()
-        return data, not self._stream.is_remote_closed
-
-    @override
-    def get_buffer(self) -> memoryview:
-        return self._target[self._num_written :]
-
-    @override
-    def buffer_updated(self, num_bytes: int) -> None:
-        self._num_written += num_bytes
-        if self._num_written == len(self._target):
-            self._stream.notify()
-
-    @override
-    def feed(self, data: memoryview) -> None:
-        room = self.get_buffer()[: len(data)]
-        if len(room):
-            room[:] = data[: len(room)]
-            self.buffer_updated(len(room))
-        if len(data) > len(room):
-            self._unread.append(bytes(data[len(room) :]))
-            self._stream.notify()
-
-
-_EMPTY = memoryview(bytearray())

@@ -228,6 +228,15 @@ def answering(body: bytes = b"fine", headers: Headers = OK) -> Callable[[Talker]
     return serve
 
 
+def in_turn(serves: list[Callable[[Talker], Awaitable[None]]]) -> Callable[[Talker], Awaitable[None]]:
+    """Return a server that takes the next of these for each connection; a further connection is an error."""
+
+    async def serve(talker: Talker) -> None:
+        await serves.pop(0)(talker)
+
+    return serve
+
+
 def writing(*data: bytes, stays: bool = True) -> Callable[[Talker], Awaitable[None]]:
     """Return a server that answers the first request with these bytes, and may close the connection then."""
 

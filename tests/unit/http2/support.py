@@ -13,7 +13,7 @@ from h2.events import DataReceived, Event
 from hyperframe.frame import Frame
 
 from ps_http2 import frames
-from ps_http2.connection import Connection
+from ps_http2.asyncio_shell import AsyncConnection, AsyncStream
 from ps_http2.frames import PREFACE, ErrorCode
 from ps_http2.stream import Headers, Stream, StreamResetError, content_length
 
@@ -26,7 +26,7 @@ ANSWER = [(b":status", b"200")]
 class FakeTransport(asyncio.Transport):
     """Records what is written. With `pauses` it takes one write at a time, as a full socket does."""
 
-    def __init__(self, protocol: Connection, *, pauses: bool = False) -> None:
+    def __init__(self, protocol: AsyncConnection, *, pauses: bool = False) -> None:
         super().__init__()
         self.written = bytearray()
         self.protocol = protocol
@@ -81,7 +81,7 @@ class Collector:
         self.fed += data[count:]
 
 
-class End(Connection):
+class End(AsyncConnection):
     """A server's end that accepts each stream with a Collector of `sink_bytes`, and keeps its streams and sinks."""
 
     preface = b""
@@ -89,7 +89,7 @@ class End(Connection):
 
     def __init__(self, stream_window: int = frames.DEFAULT_WINDOW, sink_bytes: int = 0, **settings: int) -> None:
         super().__init__({getattr(frames, name): value for name, value in settings.items()}, stream_window)
-        self.all_streams: dict[int, Stream] = {}
+        self.all_streams: dict[int, AsyncStream] = {}
         self.sinks: dict[int, Collector] = {}
         self.num_resets = 0
         self.sink_bytes = sink_bytes
@@ -99,7 +99,8 @@ class End(Connection):
         self.connection_made(transport)
         return transport
 
-    def begin(self, stream: Stream) -> Stream:
+    def accept(self, stream: Stream) -> Stream:
+        assert isinstance(stream, AsyncStream)
         stream.sink = self.sinks[stream.stream_id] = Collector(self.sink_bytes)
         self.all_streams[stream.stream_id] = stream
         return stream
@@ -108,7 +109,7 @@ class End(Connection):
         if number <= self.highest_stream:
             self.count_unproductive_frame()
             return None
-        return self.begin(self.new_stream(number))
+        return self.accept(self.new_stream(number))
 
     def headers_received(self, stream: Stream, headers: Headers) -> None:
         stream.headers = headers
@@ -121,7 +122,7 @@ class End(Connection):
         self.num_resets += 1
 
 
-def feed(connection: Connection, data: bytes, sizes: Iterable[int] = repeat(1 << 20)) -> None:
+def feed(connection: AsyncConnection, data: bytes, sizes: Iterable[int] = repeat(1 << 20)) -> None:
     """Receive bytes from the socket in portions of these sizes."""
     rest, portions = memoryview(data), iter(sizes)
     while len(rest) and not connection._transport.is_closing():
@@ -179,7 +180,7 @@ class Peer(H2Peer):
             self.h2.update_settings(settings)
         self.run()
 
-    def request(self, *numbers: int, end_stream: bool = True) -> list[Stream]:
+    def request(self, *numbers: int, end_stream: bool = True) -> list[AsyncStream]:
         """Send requests on these streams, and return our ends of the streams."""
         for number in numbers:
             self.h2.send_headers(number, REQUEST, end_stream=end_stream)

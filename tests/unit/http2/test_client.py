@@ -11,7 +11,7 @@ from h2.events import DataReceived, RequestReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
 from ps_http2 import frames
-from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION
+from ps_http2.client_connection import BODY_EXTENSION, SINK_EXTENSION
 from ps_http2.frames import ErrorCode, pack
 
 from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, serving, until, writing

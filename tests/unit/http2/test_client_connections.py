@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -13,37 +15,33 @@ import pytest
 from h2.events import RequestReceived, StreamEnded
 
 from ps_config.certificates import TlsFiles
-from ps_http2 import client as http2
-from ps_http2 import frames
-from ps_http2.client import LOCAL_EXTENSION, Http2Transport
+from ps_http2 import client as asyncio_client
+from ps_http2 import client_connection, frames, polled_client
+from ps_http2.client import Http2Transport
+from ps_http2.client_connection import LOCAL_EXTENSION
 from ps_http2.frames import ErrorCode
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 
 from ..protocol.test_certificates import Authority
-from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, secure, serving, until, writing
+from .shells import PolledInThread, Shell
+from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, in_turn, secure, serving, until, writing
 
 
 async def test_a_server_that_goes_away_answers_the_streams_that_it_accepted(client: httpx.AsyncClient) -> None:
-    num_connections = 0
-
-    async def serve(talker: Talker) -> None:
-        nonlocal num_connections
-        num_connections += 1
-        if num_connections == 2:
-            await answering()(talker)
-            return
+    async def go_away(talker: Talker) -> None:
         await talker.until(RequestReceived, 3)
         talker.writer.write(frames.pack_goaway(1, ErrorCode.NO_ERROR, "") + headers_frame(OK))
         await asyncio.sleep(0.1)
         talker.writer.write(data_frame(b"the last", end_stream=True))
 
-    async with serving(serve) as address:
+    connections = [go_away, answering()]
+    async with serving(in_turn(connections)) as address:
         first, second = (asyncio.create_task(ask(client, address)) for _ in range(2))
         with pytest.raises(httpx.ConnectError):
             await second
         assert (await ask(client, address)).content == b"fine"  # over a new connection
         assert (await first).content == b"the last"
-    assert num_connections == 2
+    assert not connections
 
 
 async def test_an_address_without_a_server_is_a_connect_error(client: httpx.AsyncClient) -> None:
@@ -53,6 +51,11 @@ async def test_an_address_without_a_server_is_a_connect_error(client: httpx.Asyn
         with pytest.raises(httpx.ConnectError) as raised:
             await ask(client, url)
         assert raised.value.request.url == url
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
+    for module in (client_connection, asyncio_client, polled_client):
+        monkeypatch.setattr(module, name, seconds)
 
 
 class Delay:
@@ -71,12 +74,35 @@ class Delay:
         return await self._connect(*args, **kwargs)
 
 
+@pytest.fixture
+def full() -> Iterator[str]:
+    """Yield the address of a listener that accepts no more connections: an attempt to connect waits."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+
+async def test_an_attempt_to_connect_ends_in_time(
+    client: httpx.AsyncClient, full: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, "CONNECT_SECONDS", 0.1)
+    errors = await asyncio.gather(*(ask(client, full) for _ in range(5)), return_exceptions=True)
+    assert {type(error) for error in errors} == {httpx.ConnectTimeout}
+    assert len({id(error) for error in errors}) == 5, "a shared error would refer to the bodies of all"
+    async with serving(answering()) as address:
+        assert (await ask(client, address)).content == b"fine"
+
+
+@pytest.mark.parametrize("shell", [Http2Transport])
 async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2, "CONNECT_SECONDS", 0.05)
+    shorten(monkeypatch, "CONNECT_SECONDS", 0.05)
     delay = Delay(monkeypatch)
     errors = await asyncio.gather(*(ask(client, "http://127.0.0.1:1/") for _ in range(5)), return_exceptions=True)
     assert {type(error) for error in errors} == {httpx.ConnectTimeout}
-    assert len({id(error) for error in errors}) == 5, "a shared error would refer to the bodies of all"
     assert delay.num_calls == 1
     with pytest.raises(httpx.ConnectTimeout):
         await ask(client, "http://127.0.0.1:1/")
@@ -87,7 +113,7 @@ async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient, m
 async def test_a_server_that_does_not_answer_pings_is_given_up(
     answer: bytes, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2, "PING_SECONDS", 0.05)
+    shorten(monkeypatch, "PING_SECONDS", 0.05)
 
     async def serve(talker: Talker) -> None:
         await talker.until(RequestReceived)
@@ -102,7 +128,7 @@ async def test_a_server_that_does_not_answer_pings_is_given_up(
 async def test_a_slow_server_that_answers_pings_is_waited_for(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2, "PING_SECONDS", 0.03)
+    shorten(monkeypatch, "PING_SECONDS", 0.03)
 
     async def serve(talker: Talker) -> None:
         loop = asyncio.get_running_loop()
@@ -145,14 +171,14 @@ async def test_closing_the_transport_ends_its_requests(
     [(["http/1.1"], True, "does not speak"), ([], True, "does not speak"), (["h2"], False, "certificate")],
 )
 async def test_a_server_without_http2_or_trust_is_a_connect_error(
-    protocols: list[str], is_trusted: bool, error: str, authority: Authority
+    protocols: list[str], is_trusted: bool, error: str, authority: Authority, shell: Shell
 ) -> None:
     files = authority.issue("service")
 
     async def silent(talker: Talker) -> None:
         await talker.reader.read()
 
-    transport = Http2Transport(TlsFiles(files.ca if is_trusted else None))
+    transport = shell(TlsFiles(files.ca if is_trusted else None))
     async with (
         httpx.AsyncClient(transport=transport) as client,
         serving(silent, tls=secure(files, *protocols)) as address,
@@ -171,7 +197,7 @@ class LocalClient(httpx.AsyncClient):
     """A client that tries a Unix socket first."""
 
     def __init__(self, local: socket.socket, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
-        self.transport = Http2Transport(tls, local_name(local))
+        self.transport = PolledInThread(tls, local_name(local))
         super().__init__(transport=self.transport, trust_env=False)
 
     async def ask(self, address: str) -> tuple[bytes, bool]:
@@ -190,7 +216,7 @@ async def test_each_connection_tries_the_unix_socket_before_tcp(local: socket.so
             for _ in range(3):
                 assert await client.ask(address) == LOCAL
                 [origin] = client.transport._origins.values()
-                await until(lambda: origin._usable() is None)  # noqa: B023 - the loss has been noticed
+                await until(lambda: not origin.is_usable(origin._connection))  # noqa: B023 - the loss has been noticed
         assert await client.ask(address) == TCP  # the listener is gone
 
 

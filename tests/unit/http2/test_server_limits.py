@@ -17,7 +17,7 @@ from ps_http2.server import MAX_RESETS, MAX_STREAMS
 from .conftest import LARGE, Served
 from .sockets import GET, Caller, get, headers_frame, post, until
 
-short_headers = pytest.mark.parametrize("settings", [{"header_timeout_seconds": 0.2}])
+short_headers = pytest.mark.parametrize("settings", [{"header_timeout_seconds": 0.5}])
 CLOSED = {SettingCodes.INITIAL_WINDOW_SIZE: 0}  # no response has a window
 
 

@@ -1,0 +1,170 @@
+"""A connection of the client on a socket that does not block, which a selector watches."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from typing_extensions import override
+
+from .client_connection import STREAM_WINDOW, ClientConnection
+from .stream import Sink, Stream
+
+MAX_BODY_BYTES = 1 << 24  # of a response without a sink
+MAX_READS = 16  # of one socket, before the others have their turn
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Body(Sink):
+    """The body of a response without another sink, as a whole."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    @override
+    def get_buffer(self) -> memoryview:
+        return memoryview(b"")  # small parts, which are fed
+
+    @override
+    def buffer_updated(self, num_bytes: int) -> None:
+        raise NotImplementedError
+
+    @override
+    def feed(self, data: memoryview) -> None:
+        if len(self.content) + len(data) > MAX_BODY_BYTES:
+            raise ValueError(f"the body of a response is longer than {MAX_BODY_BYTES} bytes")
+        self.content += data
+
+
+class Wire:
+    """A socket in a selector, as the transport of a connection."""
+
+    def __init__(self, made: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.socket = made
+        self._selector = selector
+        self._events = 0  # that the selector reports
+        self._react: Callable[[int], None] | None = None
+        self._is_closed = False
+
+    def watch(self, events: int, react: Callable[[int], None]) -> None:
+        """Let the selector report these events from now on, and no others."""
+        if self._is_closed or (events == self._events and react == self._react):
+            return
+        if self._events:
+            self._selector.modify(self.socket, events, react)
+        else:
+            self._selector.register(self.socket, events, react)
+        self._events, self._react = events, react
+
+    def wrap(self, context: ssl.SSLContext, host: str) -> None:
+        """Continue with TLS, beginning with the handshake."""
+        if self._events:
+            self._selector.unregister(self.socket)
+            self._events = 0
+        self.socket = context.wrap_socket(self.socket, server_hostname=host, do_handshake_on_connect=False)
+
+    def is_closing(self) -> bool:
+        """Return whether it is closed."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Close the socket. The kernel still sends what it has taken."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._events:
+                self._selector.unregister(self.socket)
+            self.socket.close()
+
+    abort = close
+
+
+class PolledConnection(ClientConnection):
+    """The client's end on a socket that does not block."""
+
+    def __init__(self, wire: Wire, *, is_local: bool) -> None:
+        super().__init__(STREAM_WINDOW)
+        self.is_local = is_local  # over a Unix socket
+        self._wire = wire
+        self._is_secure = isinstance(wire.socket, ssl.SSLSocket)
+        wire.watch(_READ, self._handle)
+
+    def _handle(self, events: int) -> None:
+        if events & _READ:
+            self.read_nowait()
+        if events & _WRITE and not self._wire.is_closing():
+            self.pump()
+
+    def read_nowait(self, *, to_end: bool = False) -> None:
+        """Receive what the kernel has; `to_end`: also the end of the connection behind it."""
+        num_reads = 0
+        to_end |= self._is_secure  # TLS keeps bytes of its own, which no selector reports
+        with self._losing_on_errors():
+            while not self._wire.is_closing() and (num_reads < MAX_READS or to_end):
+                num_reads += 1
+                room = self.get_buffer()
+                num_bytes = self._wire.socket.recv_into(room)
+                if not num_bytes:
+                    self._lose(None)
+                    return
+                is_all = num_bytes < len(room)
+                del room
+                self.buffer_updated(num_bytes)
+                if is_all and not to_end:
+                    return
+
+    @contextmanager
+    def _losing_on_errors(self) -> Iterator[None]:
+        """Lose the connection with any error, and raise all but its own: those of signal handlers of the script.
+
+        Then it may be unknown how many bytes have moved.
+        """
+        try:
+            yield
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
+        except OSError as error:
+            self._lose(error)
+        except BaseException:
+            self._lose(None)
+            raise
+
+    def _lose(self, error: Exception | None) -> None:
+        self._wire.abort()
+        self.end(error)
+
+    @override
+    def close(self) -> None:
+        self._lose(None)
+
+    @override
+    def check_liveness(self) -> bool:
+        return not self._wire.is_closing() and super().check_liveness()
+
+    @override
+    def make_body(self, stream: Stream) -> Sink:
+        return Body()
+
+    @override
+    def write_parts(self) -> None:
+        wire, writer = self._wire, self._writer
+        is_full = False
+        with self._losing_on_errors():
+            while not is_full and not wire.is_closing() and (parts := writer.next_parts()):
+                try:
+                    # ssl has no sendmsg
+                    num_bytes = wire.socket.send(parts[0]) if self._is_secure else wire.socket.sendmsg(parts)
+                    writer.advance(num_bytes)
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    is_full = True
+                except OSError:  # the peer takes no more, but what it has sent before may still be read
+                    break
+        wire.watch(_READ | _WRITE if is_full else _READ, self._handle)
+
+    @override
+    def write_last(self, data: bytes) -> None:
+        with suppress(OSError):  # the peer may be gone, or take no more
+            self._wire.socket.send(data)
