@@ -6,18 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client.parameter_client import ParameterClient
-    from .optimizer.grad_scaler import GradScaler
     from .optimizer.named_optimizers import wrap_optimizers
     from .optimizer.remote_optimizer import RemoteOptimizer
     from .session.session import Session, connect
 
-__all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect", "wrap_optimizers"]
+__all__ = ["RemoteOptimizer", "Session", "connect", "wrap_optimizers"]
 
 # Imported when they are first asked for: `trainer_client.testing` starts clusters, and needs no torch for it.
 _HOMES = {
-    "GradScaler": ".optimizer.grad_scaler",
-    "ParameterClient": ".client.parameter_client",
     "RemoteOptimizer": ".optimizer.remote_optimizer",
     "Session": ".session.session",
     "connect": ".session.session",

@@ -21,7 +21,7 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainers
     outer: str = ""  # the optimizer on the pservers of a run with local steps
     parameter_dtype: str = "float32"
-    has_scaler: bool = False  # gradpost.GradScaler, and an overflow in trainer 1
+    has_scaler: bool = False  # torch's, and an overflow in trainer 1
     has_batch_norm: bool = False
     steps: Sequence[int] = ()  # of each trainer; empty: STEPS
     # All but the first two are for the last run of a cluster.

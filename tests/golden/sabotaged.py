@@ -34,8 +34,10 @@ def change_rounding() -> None:
 def swap_ranks() -> None:
     """Add contributions in the reverse order."""
 
-    def aggregate(self: Aggregator, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
-        return _aggregate(self, contributions[::-1])
+    def aggregate(
+        self: Aggregator, contributions: Sequence[Mapping[str, Part]], **options: bool
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        return _aggregate(self, contributions[::-1], **options)
 
     Aggregator.aggregate = aggregate  # type: ignore[method-assign]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tests.cluster.training import change_rates, make_optimizer
 from tests.golden.runs import CHANGES, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
-from trainer_client import GradScaler, RemoteOptimizer, Session, connect
+from trainer_client import RemoteOptimizer, Session, connect
 from trainer_client.client.pserver_client import PserverClient
 
 SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}
@@ -103,7 +103,7 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
     local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
     outer = make_optimizer(run.outer, dict(model.named_parameters()), local=False) if run.outer else None
     optimizer = RemoteOptimizer(local, model=model, outer=outer)
-    scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
     if setup.takes_turns and rank == 0:  # it has pulled the initial values, which another trainer's step would replace
         turns.pass_to(setup.trainers - 1)
     start = step = optimizer.round  # above 0 in a run that was resumed

@@ -5,7 +5,6 @@ A bucket is only packaging and may differ between tries; what counts is the bloc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -14,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ps_protocol.encodings import TORCH_DTYPES
+from ps_protocol.encodings import TORCH_DTYPES, is_finite
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import Completion
@@ -40,7 +39,7 @@ class BucketEntry:
     tensors: list[WireTensor]
     remainder: Remainder | None  # what the encoding loses, if it does
     own: tuple[Tensor, ...] = ()  # memory of the bucket, allocated when it is first needed
-    lent: Tensor | None = None  # the caller's tensor, if the block is sent from there
+    filled: tuple[Tensor, ...] = ()  # the tensors that are sent: `own`, or the caller's tensor
     num_bytes: int = field(init=False)  # the size of the block on the wire
     is_small: bool = field(init=False)
     dtype: torch.dtype | None = field(init=False)  # of the only tensor on the wire; None if there are several
@@ -53,11 +52,11 @@ class BucketEntry:
     def fill(self, source: Tensor, *, borrow: bool) -> None:
         """Fill the block from a flat parameter or gradient."""
         if borrow and source.dtype == self.dtype and has_wire_layout(source):
-            self.lent = source
+            self.filled = (source,)
             return
-        self.lent = None
         if not self.own:
             self.place_in(bytearray(self.num_bytes), 0)
+        self.filled = self.own
         if self.remainder is None:
             self.own[0].copy_(source)
         else:
@@ -69,11 +68,11 @@ class BucketEntry:
         for _, dtype, (count,) in self.tensors:
             views.append(torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset))
             offset += views[-1].nbytes
-        self.own = tuple(views)
+        self.own = self.filled = tuple(views)
 
     def parts(self) -> list[memoryview]:
         """Return the bytes that are sent, as views of the bucket's memory."""
-        return [writable_bytes(tensor) for tensor in ((self.lent,) if self.lent is not None else self.own)]
+        return [writable_bytes(tensor) for tensor in self.filled]
 
 
 class Bucket:
@@ -88,9 +87,11 @@ class Bucket:
         self.entries = entries
         self.parameters = frozenset(entry.block.parameter for entry in entries)
         self.present = entries  # the filled entries
-        small = self._small = bytearray(sum(entry.num_bytes for entry in entries if entry.is_small))
-        dtypes = {entry.dtype if entry.is_small else None for entry in entries}
-        self._dtype = dtypes.pop() if len(dtypes) == 1 else None  # of all blocks; None if they differ or are large
+        small = bytearray(sum(entry.num_bytes for entry in entries if entry.is_small))
+        dtypes = {entry.dtype for entry in entries if entry.is_small}
+        dtype = dtypes.pop() if small and len(dtypes) == 1 else None
+        # All small blocks, some of them of an earlier step; None if their dtypes differ.
+        self._small = None if dtype is None else torch.frombuffer(small, dtype=dtype)
         self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of small blocks
         offset = begin = 0
         for entry in entries:
@@ -101,13 +102,6 @@ class Bucket:
             self._segments += [memoryview(small)[begin:offset], entry]
             begin = offset
         self._segments.append(memoryview(small)[begin:offset])
-
-    @property
-    def is_known_finite(self) -> bool:
-        """True if all values are finite. False also with large, encoded or mixed blocks, or if the sum overflows."""
-        if self._dtype is None:
-            return not self.entries
-        return math.isfinite(torch.frombuffer(self._small, dtype=self._dtype).sum(dtype=torch.float32).item())
 
     def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
         """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
@@ -127,6 +121,15 @@ class Bucket:
                 entry.fill(source, borrow=borrow and not entry.is_small)
         if copied:
             torch._foreach_copy_([own for own, _ in copied], [source for _, source in copied])
+
+    def find_nonfinite(self) -> str | None:
+        """Return a parameter whose filled blocks hold NaN or infinity as they are sent, if there is one."""
+        is_small_finite = self._small is not None and is_finite(self._small)  # one call takes less time than many
+        for entry in self.present:
+            unknown = () if entry.is_small and is_small_finite else entry.filled
+            if not all(is_finite(tensor) for tensor in unknown if tensor.is_floating_point()):
+                return entry.block.parameter
+        return None
 
     def frame(self, metadata: Mapping[str, str] | None = None) -> FrameParts:
         """Return the encoded frame of the filled blocks with this metadata, in parts."""
@@ -152,10 +155,12 @@ class PushBuckets:
                 self.holding.setdefault(name, []).append(bucket)
 
 
-def describe_push(shard: Sequence[Bucket], completion: Completion, num_slots: int = 0) -> dict[str, str]:
-    """Return the metadata of the last frame of a contribution to a pserver, whose buckets are filled."""
-    num_blocks = sum(len(bucket.present) for bucket in shard)
-    return replace(completion, num_blocks=num_blocks, num_slots=num_slots).to_metadata()
+def describe_push(shard: Sequence[Bucket], completion: Completion, num_loaded: int = 0) -> dict[str, str]:
+    """Return the metadata of the last frame of a contribution to a pserver, whose buckets are filled.
+
+    `num_loaded`: the number of slots and step states in other frames.
+    """
+    return replace(completion, num_blocks=sum(len(bucket.present) for bucket in shard) + num_loaded).to_metadata()
 
 
 def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import copy
 import secrets
 import ssl
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import httpx
 import structlog
@@ -45,21 +44,21 @@ from ps_protocol.routes import (
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 
-from .news import Attempt, News, Waits
+from ..transport.work import Signal
+from .news import Attempt, News
 from .output import OutputBuffer, describe_script
 from .pserver_connection import PserverConnection
 from .settings import TrainerSettings
 
-T = TypeVar("T")
-
 RETRY_SECONDS = 0.1
 PLAN_WAIT_SECONDS = 5.0
+LAST_HEARTBEAT_SECONDS = 5.0
 
 
 class CoordinatorClient:
-    """One trainer's place in one run, held by heartbeats. Methods run on the I/O loop unless they say otherwise."""
+    """One trainer's place in one run, held by heartbeats, which a thread sends. Methods block for the coordinator."""
 
-    def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
+    def __init__(self, settings: TrainerSettings, http: httpx.Client) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self.counted_round: Round = 0  # the newest round that pservers may count this trainer in
@@ -67,23 +66,23 @@ class CoordinatorClient:
         self.script = describe_script(settings.run_name)
         self._means: dict[str, Mean] = {}  # of the values that no answered heartbeat has carried
         self._means_lock = threading.Lock()
-        self.failure: GradpostError | None = None  # the error that ended the run
         self.news = News()
         self.pservers: Sequence[PserverConnection] = ()
         self.output = OutputBuffer()
-        self._waits = Waits()
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
-        self._heartbeats: asyncio.Task[None] | None = None
+        self._heartbeats: threading.Thread | None = None
+        self._is_leaving = False
+        self._leaving = Signal()
         self.log = make_log()
-        self._waiting_since: float | None = None  # in a ring, by the loop's clock; None: the trainer computes
+        self._waiting_since: float | None = None  # in a ring; None: the trainer computes
         self.is_done = False  # in a ring: no batches are left, and the trainer joins the others' rounds
         self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
 
-    async def join(self, metrics_address: str | None) -> TrainerJoined:
+    def join(self, metrics_address: str | None) -> TrainerJoined:
         """Join the run, retrying until the coordinator answers and a run can be joined.
 
         A coordinator that does not answer is tried for `join_seconds`, and a rank that a living trainer holds for a
@@ -97,10 +96,11 @@ class CoordinatorClient:
             expects=self._settings.expectations,
             metrics_address=metrics_address,
         )
-        answer = await self._request_with_retry("POST", JOIN_TRAINER, request, patience=self._settings.join_seconds)
+        answer = self._request_with_retry("POST", JOIN_TRAINER, request, patience=self._settings.join_seconds)
         self.joined = TrainerJoined.from_answer(answer)
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
-        self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="gradpost heartbeats", daemon=True)
+        self._heartbeats.start()
         return self.joined
 
     def adopt_place(self, joined: TrainerJoined, process: int) -> None:
@@ -137,30 +137,30 @@ class CoordinatorClient:
 
     @contextlib.contextmanager
     def reporting_wait(self) -> Iterator[None]:
-        """Report with the heartbeats that this trainer waits for others. In a ring, by the I/O loop."""
-        self._waiting_since = asyncio.get_running_loop().time()
+        """Report with the heartbeats that this trainer waits for others, in a ring. Any thread may call it."""
+        self._waiting_since = time.monotonic()
         try:
             yield
         finally:
             self._waiting_since = None
 
-    async def declare(self, message: DeclareModel) -> PlanReady:
+    def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model, and wait until all trainers have and the pservers have the plan."""
-        await self._request_with_retry("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
+        self._request_with_retry("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
         query = {
             "rank": self.joined.rank,
             "run": self.joined.run,
             "incarnation": self.joined.incarnation,
             "wait_seconds": PLAN_WAIT_SECONDS,
         }
-        ready = PlanReady.from_answer(await self._request_with_retry("GET", PLAN, params=query))
+        ready = PlanReady.from_answer(self._request_with_retry("GET", PLAN, params=query))
         base_round = ready.start - 1
         self.adopt_round(base_round)
         attempt = Attempt(ready.attempt, base_round, None if base_round else ready.uploader)
         self.news.attempt = self.news.newest_attempt = attempt
         return ready
 
-    async def leave(self, outcome: str, reason: str = "", code: str | None = None) -> None:
+    def leave(self, outcome: str, reason: str = "", code: str | None = None) -> None:
         """Report the end of this trainer, for up to `retry_seconds`; after a failure once, since the lease ends.
 
         Leaving in the middle of a round counts as failed, because only some pservers may have counted this trainer.
@@ -168,12 +168,9 @@ class CoordinatorClient:
         if outcome == "done" and self.counted_round > self.round:
             outcome, reason, code = "failed", f"it left in the middle of round {self.counted_round}", None
         if self._heartbeats is not None:
-            self._heartbeats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._heartbeats
+            self.stop_heartbeats()
+            self._heartbeats.join(LAST_HEARTBEAT_SECONDS)
             self._heartbeats = None
-            # The last heartbeat carries what was reported since the one before it.
-            await self._try_heartbeat()
             message = Leave(
                 run=self.joined.run,
                 incarnation=self.joined.incarnation,
@@ -187,11 +184,11 @@ class CoordinatorClient:
             )
             if outcome != "done":
                 with contextlib.suppress(httpx.TransportError, GradpostError):
-                    await self._request("POST", LEAVE.format(rank=self.joined.rank), message)
+                    self._request("POST", LEAVE.format(rank=self.joined.rank), message)
                 return
             # The others wait for a trainer that does not report its end, and its loss may end their run.
             try:
-                await self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
+                self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
             except Unreachable as error:
                 text = "the coordinator was not notified that this trainer is done, and counts it as lost"
                 self.log.error(f"{text}: {error}")
@@ -200,11 +197,13 @@ class CoordinatorClient:
 
     # ------------------------------------------------------------------ heartbeats
 
-    async def _try_heartbeat(self) -> None:
-        with contextlib.suppress(httpx.TransportError, GradpostError):
-            await self._send_heartbeat()
+    def stop_heartbeats(self) -> None:
+        """Let one more heartbeat be the last, which carries what was reported since the one before. Does not block."""
+        self._is_leaving = True
+        self._leaving.set()
+        self.news.request_heartbeat()
 
-    async def _send_heartbeat(self) -> bytes:
+    def _send_heartbeat(self) -> bytes:
         """Send a heartbeat, and return the answer. Without one, the next heartbeat has its means and lines, too."""
         with self._means_lock:
             means, self._means = self._means, {}
@@ -212,7 +211,7 @@ class CoordinatorClient:
         # Without pservers there is a ring, whose traffic is that of torch.distributed.
         sent = sum(pserver.sent_bytes for pserver in self.pservers) if self.pservers else None
         received = sum(pserver.received_bytes for pserver in self.pservers) if self.pservers else None
-        now = asyncio.get_running_loop().time()
+        waiting_since = self._waiting_since
         message = TrainerHeartbeat(
             means=means,
             output=output,
@@ -221,82 +220,65 @@ class CoordinatorClient:
             round=self.round,
             attempt=self.news.attempt.number,
             results=dict(self.results),
-            unreachable=self.news.unreachable(now),
-            ahead_of=dict(self.news.ahead_of),
+            unreachable=self.news.unreachable(),
+            ahead_of=self.news.ahead_of.copy(),
             software=Software(**installed_versions()),
             script=self.script,
             process=measure_process(sent_bytes=sent, received_bytes=received),
-            waiting_seconds=0.0 if self._waiting_since is None else now - self._waiting_since,
+            waiting_seconds=0.0 if waiting_since is None else time.monotonic() - waiting_since,
             is_done=self.is_done,
         )
         try:
-            answer = await self._request("POST", TRAINER_HEARTBEAT.format(rank=self.joined.rank), message)
+            answer = self._request("POST", TRAINER_HEARTBEAT.format(rank=self.joined.rank), message)
         except BaseException:
             self._add_means(means)
             raise
         self.output.note_answered(output)
         return answer
 
-    async def _send_heartbeats(self) -> None:
+    def _send_heartbeats(self) -> None:
         period = heartbeat_period(self.joined.lease_seconds)
-        while True:
-            await self.news.wait_for_next_heartbeat(period)
+        is_last = False
+        while self.news.failure is None and not is_last:
+            self.news.wait_until_heartbeat_is_due(period, self._leaving)
+            is_last = self._is_leaving
             try:
-                reply = TrainerHeartbeatReply.from_answer(await self._send_heartbeat())
+                reply = TrainerHeartbeatReply.from_answer(self._send_heartbeat())
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training continues without the coordinator.
                 cause = error if isinstance(error, GatewayPage) else type(error).__name__
                 text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}"
                 self._log_once("heartbeats", text)
-                continue
             except GradpostError as error:
                 if error.status >= 500 or error.may_be_retried:  # the answer says nothing about the run
                     text = f"the coordinator at {self._coordinator} refused a heartbeat: {error}"
                     self._log_once("heartbeats", text)
-                    continue
-                self.fail(error)
-                return
-            self._logged.pop("heartbeats", None)
-            self._log_once("notice", reply.notice)
-            self._log_once("pages", "; ".join(f"pserver {index}: {page}" for index, page in self.news.pages.items()))
-            self.news.update(reply, asyncio.get_running_loop().time())
-            if reply.failure is not None:
-                self.fail(error_from_problem(reply.failure))
-                return
+                else:
+                    self.news.fail(error)
+            else:
+                self._adopt_reply(reply)
 
-    def fail(self, error: GradpostError) -> None:
-        """End all waits with this error; the first one counts."""
-        if self.failure is None:
-            for index, page in self.news.pages.items():
-                error.detail += f"; another program answers instead of pserver {index}: {page}"
-            self.failure = error
-            self._waits.end_all()
-
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`; raise the run's failure instead as soon as it is known."""
-        limit = asyncio.timeout(None if self.failure is None else 0)
-        try:
-            async with limit:
-                with self._waits.add(limit):
-                    return await work
-        except Exception:
-            if self.failure is not None and limit.expired():
-                raise copy.copy(
-                    self.failure
-                ) from self.failure.__cause__  # every caller its own, with its own traceback
-            raise
+    def _adopt_reply(self, reply: TrainerHeartbeatReply) -> None:
+        self._logged.pop("heartbeats", None)
+        self._log_once("notice", reply.notice)
+        pages = self.news.pages.copy().items()
+        self._log_once("pages", "; ".join(f"pserver {index}: {page}" for index, page in pages))
+        self.news.update(reply)
+        if reply.failure is not None:
+            self.news.fail(error_from_problem(reply.failure))
 
     # ------------------------------------------------------------------ inspection
 
-    async def summary(self) -> RunSummary:
+    def summary(self) -> RunSummary:
         """Send the newest reported numbers, and return the results of the run."""
         if self._heartbeats is not None:
-            await self._try_heartbeat()
-        return RunSummary.from_answer(await self._request_with_retry("GET", SUMMARY))
+            with contextlib.suppress(httpx.TransportError, GradpostError):
+                self._send_heartbeat()
+        return RunSummary.from_answer(self._request_with_retry("GET", SUMMARY))
 
     # ------------------------------------------------------------------ requests
 
-    async def _request_with_retry(
+    def _request_with_retry(
         self,
         method: str,
         path: str,
@@ -316,10 +298,10 @@ class CoordinatorClient:
         refusals.start()
         while True:
             try:
-                return await self._request(method, path, message, params)
+                return self._request(method, path, message, params)
             except httpx.TransportError as error:
                 self._log_silence(error, path, patience or seconds, is_final=silence.note_failure())
-                await asyncio.sleep(RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
             except GradpostError as error:
                 silence.reset()
                 silence.start()
@@ -328,7 +310,7 @@ class CoordinatorClient:
                 if not error.may_be_retried or refusals.note_failure():
                     raise
                 self._log_once("waiting", f"waiting: {error.detail}")
-                await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
+                time.sleep(choose_pause(error, RETRY_SECONDS))
 
     def _log_silence(self, error: Exception, path: str, seconds: float, *, is_final: bool) -> None:
         """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""
@@ -353,10 +335,10 @@ class CoordinatorClient:
             if line:
                 self.log.info(line)
 
-    async def _request(
+    def _request(
         self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None
     ) -> bytes:
-        response = await self._http.request(
+        response = self._http.request(
             method,
             self._coordinator + path,
             params=params,

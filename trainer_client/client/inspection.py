@@ -51,7 +51,6 @@ TIMEOUT_SECONDS = 10.0
 SUMMARY_SECONDS = 75.0  # the last checkpoint of a finished run is awaited
 CHECKPOINT_SECONDS = 300.0  # the coordinator ends the wait before that
 READ_SECONDS = 60.0  # for an answer that comes from the pservers
-OPENAPI = "/openapi.json"
 
 
 class ClusterView:
@@ -124,14 +123,6 @@ class ClusterView:
         body = None if message is None else json.dumps(message)
         answer = self._request(method, self.coordinator + path, body, timeout=CHECKPOINT_SECONDS)
         return TypeAdapter(Object).validate_json(answer)
-
-    def protocol_version(self) -> str:
-        """Return the version of the protocol that the coordinator speaks."""
-        url = self.coordinator + OPENAPI
-        try:
-            return str(self._get(Object, url)["info"]["version"])
-        except (LookupError, TypeError) as error:
-            raise _something_else(url) from error
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
         """Return the state of pserver `index`."""

@@ -21,7 +21,7 @@ ROUND_TIMEOUT_SECONDS = 600.0
 class LocalCoordinator(CoordinatorClient):
     """The answers of a coordinator to the only trainer of a run, without requests."""
 
-    async def join(self, metrics_address: str | None) -> TrainerJoined:
+    def join(self, metrics_address: str | None) -> TrainerJoined:
         """Return rank 0 of a run with the mode that the script expects. Raises Conflict for several trainers."""
         num_trainers = self._settings.world_size or 1
         if num_trainers > 1:
@@ -41,7 +41,7 @@ class LocalCoordinator(CoordinatorClient):
         self._began = time.monotonic()
         return self.joined
 
-    async def declare(self, message: DeclareModel) -> PlanReady:
+    def declare(self, message: DeclareModel) -> PlanReady:
         """Return a plan without pservers."""
         plan = make_ring_plan([ParameterSpec(*fields) for fields in message.parameters], message.buffers)
         return PlanReady(
@@ -55,7 +55,7 @@ class LocalCoordinator(CoordinatorClient):
             max_grad_norm=message.max_grad_norm,
         )
 
-    async def summary(self) -> RunSummary:
+    def summary(self) -> RunSummary:
         """Return the run as this trainer has seen it."""
         return RunSummary(
             run=RUN,

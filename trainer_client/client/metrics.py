@@ -70,11 +70,6 @@ class TrainerMetrics:
         self.reported = self._add(
             Gauge, "reported", "The newest numbers that the script gave to `session.report`, such as `loss`.", "name"
         )
-        self.loop_lag = self._add(
-            Histogram,
-            "event_loop_lag_seconds",
-            "The delay of a timer on the I/O thread, which is due four times a second.",
-        )
 
     @contextmanager
     def request(self, route: str) -> Iterator[None]:

@@ -6,39 +6,19 @@ the run may go back to an earlier round.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import defaultdict
-from collections.abc import Iterator
+import copy
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ps_protocol.errors import GradpostError
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
+from ..transport.work import Signal, Work
+
 MIN_PERIOD_SECONDS = 0.2  # between two heartbeats: many trainers may request one at the same time
-
-
-class Waits:
-    """The waits of this loop that an event may end early. A wait ends by its time-out, which needs no further task."""
-
-    def __init__(self) -> None:
-        self._limits: set[asyncio.Timeout] = set()
-
-    @contextlib.contextmanager
-    def add(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Let `end_all` end this time-out until the block is left."""
-        self._limits.add(limit)
-        try:
-            yield
-        finally:
-            self._limits.discard(limit)
-
-    def end_all(self) -> None:
-        """Let all waits time out now."""
-        for limit in self._limits:
-            if not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Attempt(NamedTuple):
@@ -51,43 +31,63 @@ class Attempt(NamedTuple):
 
 @dataclass
 class News:
-    """The newest known state of the cluster. Lives on the I/O loop."""
+    """The newest known state of the cluster.
 
+    The thread of the heartbeats and that of the requests share it: what one of them writes, the other only reads or
+    copies.
+    """
+
+    wake: Callable[[], None] = lambda: None  # lets the requests look at the news
     attempt: Attempt = field(default_factory=Attempt)  # the attempt that this trainer takes part in
     newest_attempt: Attempt = field(default_factory=Attempt)
+    failure: GradpostError | None = None  # the error that ended the run
     pservers: dict[PserverIndex, PserverInfo] = field(default_factory=dict)
-    failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
+    failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when
     pages: dict[PserverIndex, str] = field(default_factory=dict)  # answers of gateways instead of a failing pserver
     ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)  # incarnations that have lost rounds
     heard_at: float | None = None  # the time of the coordinator's newest answer
-    waits: defaultdict[PserverIndex, Waits] = field(
-        default_factory=lambda: defaultdict(Waits)
-    )  # for answers of a pserver
-    _wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _wanted: Signal = field(default_factory=Signal)
+    _num_heartbeats: int = 0  # that have ended
 
-    def update(self, reply: TrainerHeartbeatReply, now: float) -> None:
+    def update(self, reply: TrainerHeartbeatReply) -> None:
         """Update the state from the coordinator's answer to a heartbeat."""
-        self.heard_at = now
+        self.heard_at = time.monotonic()
         self.newest_attempt = Attempt(reply.attempt, reply.resume, reply.uploader)
         for info in reply.pservers:
             known = self.pservers.get(info.index)
             if known is None or info.incarnation >= known.incarnation:  # an older incarnation never comes back
                 self.pservers[info.index] = info
-            if known is not None and info.incarnation > known.incarnation:
-                self.waits[info.index].end_all()  # a paused pserver, or a lost machine, would not answer
 
-    def has_recent_heartbeat(self, now: float, seconds: float) -> bool:
+    def fail(self, error: GradpostError) -> None:
+        """End all requests with this error; the first one counts."""
+        if self.failure is None:
+            for index, page in self.pages.copy().items():
+                error.detail += f"; another program answers instead of pserver {index}: {page}"
+            self.failure = error
+            self.wake()
+
+    def check_failure(self) -> None:
+        """Raise the error that ended the run, if there is one: every caller its own, with its own traceback."""
+        if self.failure is not None:
+            raise copy.copy(self.failure) from self.failure.__cause__
+
+    def has_newer(self, info: PserverInfo) -> bool:
+        """Return True if a newer incarnation of this pserver is known: the older one may be silent for ever."""
+        newest = self.pservers.get(info.index)
+        return newest is not None and newest.incarnation > info.incarnation
+
+    def has_recent_heartbeat(self, seconds: float) -> bool:
         """Return True if the coordinator has answered within the last seconds."""
-        return self.heard_at is not None and now - self.heard_at < seconds
+        return self.heard_at is not None and time.monotonic() - self.heard_at < seconds
 
-    def unreachable(self, now: float) -> dict[PserverIndex, tuple[Incarnation, float]]:
+    def unreachable(self) -> dict[PserverIndex, tuple[Incarnation, float]]:
         """Return the pservers that do not answer, and for how many seconds."""
-        return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
+        now = time.monotonic()
+        return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.copy().items()}
 
-    def mark_unreachable(self, info: PserverInfo, now: float, page: str | None) -> None:
-        """Note that this pserver does not answer, since `now` at the latest; `page` is what answered instead."""
-        self.failing.setdefault(info.index, (info.incarnation, now))
+    def mark_unreachable(self, info: PserverInfo, page: str | None) -> None:
+        """Note that this pserver does not answer, since now at the latest; `page` is what answered instead."""
+        self.failing.setdefault(info.index, (info.incarnation, time.monotonic()))
         if page is not None:
             self.pages[info.index] = page
 
@@ -102,19 +102,20 @@ class News:
         self.ahead_of.clear()
         return self.attempt
 
-    async def wait_for_next_heartbeat(self, period: float) -> None:
-        """Wake the waiting requests, and wait until the next heartbeat is due, or is requested early."""
-        async with self._changed:
-            self._changed.notify_all()
-        await asyncio.sleep(min(MIN_PERIOD_SECONDS, period))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wanted.wait(), max(0.0, period - MIN_PERIOD_SECONDS))
-        self._wanted.clear()
+    def wait_until_heartbeat_is_due(self, period: float, leaving: Signal) -> None:
+        """Wake the waiting requests, and wait until the next heartbeat is due, or is requested early, or the last."""
+        self._num_heartbeats += 1
+        self.wake()
+        if not leaving.wait(min(MIN_PERIOD_SECONDS, period)):
+            self._wanted.wait(max(0.0, period - MIN_PERIOD_SECONDS))
 
-    async def wait_for_heartbeat(self, seconds: float) -> None:
-        """Request a heartbeat now, and wait for its end, for up to some seconds."""
+    def request_heartbeat(self) -> None:
+        """Let the next heartbeat be due at once."""
         self._wanted.set()
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):  # `wait_for` before 3.12 would wait in another task, for this lock
-                    await self._changed.wait()
+
+    def wait_for_heartbeat(self, seconds: float) -> Work[None]:
+        """Request a heartbeat now, and wait for its end, for up to some seconds."""
+        self.request_heartbeat()
+        before, due = self._num_heartbeats, time.monotonic() + seconds
+        while self._num_heartbeats == before and time.monotonic() < due:
+            yield due

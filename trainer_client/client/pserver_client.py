@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from time import perf_counter
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from ps_config.control_client import may_be_problem, raise_for_problem
-from ps_http2.client import LOCAL_EXTENSION
 from ps_protocol import routes
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import ContributionMissing, GradpostError, RoundPending
 from ps_protocol.fields import Message
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.norms import ShardNorm
@@ -21,25 +17,21 @@ from ps_protocol.optimizers import StepState, read_states
 from ps_protocol.requests import (
     SLOT_NAMES_KEY,
     STATES_KEY,
-    Barrier,
-    BarrierAnswer,
     NormAnswer,
     Pull,
     Pulled,
     PushAnswer,
 )
-from ps_protocol.vocabulary import Round
+from ps_protocol.vocabulary import Incarnation, Round
 
 from ..transport.destinations import ShardDestination
-from ..transport.exchange import raw_parts
 from ..transport.frame_sink import NO_DELTAS, FrameSink
+from ..transport.work import Work, together
 from .buckets import FrameParts
 from .news import Attempt
 from .pserver_connection import PserverConnection
 
 M = TypeVar("M", bound=Message)
-
-MIN_KEPT_ROUNDS = 8
 
 
 class HeldState(NamedTuple):
@@ -54,13 +46,13 @@ class Fetched(NamedTuple):
 
     version: Round
     metadata: Mapping[str, str]
-    began: float  # when its first byte arrived, by `perf_counter`
+    began: float  # when its first bytes arrived, by `perf_counter`
     names: Collection[str]  # the tensors in it
     delta_names: list[str]  # the tensors that are deltas
 
 
 class PserverClient:
-    """Requests of one trainer to one pserver. All methods run on the I/O loop.
+    """Requests of one trainer to one pserver.
 
     Every request may be repeated: its identity is in the fence, so the pserver counts it once.
     """
@@ -76,15 +68,10 @@ class PserverClient:
         """The index of the pserver."""
         return self.connection.info.index
 
-    async def warm_up(self) -> None:
+    def warm_up(self) -> Work[None]:
         """Open the connection: frames are small until the pserver's settings arrive."""
         connection = self.connection
-
-        async def send_once() -> None:
-            response, _ = await connection.exchange.send("GET", connection.url(routes.HEALTH), {})
-            connection.is_local = response.extensions.get(LOCAL_EXTENSION, False)
-
-        await connection.request_with_retry(routes.HEALTH, send_once)
+        yield from connection.request_with_retry(routes.HEALTH, lambda: connection.send("GET", routes.HEALTH, {}))
 
     def follow(self, attempt: Attempt) -> None:
         """Send all further requests for this attempt of the run, and forget the pushes of the attempt before."""
@@ -93,83 +80,72 @@ class PserverClient:
 
     # ------------------------------------------------------------------ pushes
 
-    async def push(self, round_: Round, body: FrameParts, *, initial: bool = False) -> PushAnswer:
-        """Push one encoded bucket. `body` must not change until this returns."""
+    def forget_pushes(self, round_: Round) -> None:
+        """Forget the frames of a round that will be pushed again as a whole."""
+        self._kept.pop(round_, None)
+
+    def push(self, round_: Round, body: FrameParts, *, initial: bool = False) -> Work[None]:
+        """Push one encoded bucket. `body` must not change until this has ended."""
         route = routes.INITIAL if initial else routes.SEND
         if not initial:
-            for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
-                del self._kept[old]  # `get` deletes what it pulls, but a ParameterClient may never call it
             self._kept.setdefault(round_, {})[id(body)] = body
-
         send_once = partial(self._send, PushAnswer, route, round_, {"content-type": CONTENT_TYPE}, body)
-
         try:
-            answer = await self.connection.request_with_retry(route, send_once)
+            yield from self.connection.request_with_retry(route, send_once)
         except BaseException:  # the caller pushes the step again in frames of its own
             self._kept.get(round_, {}).pop(id(body), None)
             raise
         self._count_pushed(body)
-        return answer
 
     def _count_pushed(self, frame: FrameParts) -> None:
         num_bytes = sum(map(len, frame))
         self.connection.sent_bytes += num_bytes
         self.connection.metrics.pushed_bytes.inc(num_bytes)
 
-    async def _push_again(self, round_: Round) -> bool:
+    def _push_again(self, round_: Round) -> Work[bool]:
         """Push a round's contribution again, because a restarted pserver may have lost the staged blocks."""
         frames = list(self._kept.get(round_, {}).values())
-        await asyncio.gather(*(self.push(round_, frame) for frame in frames))
+        yield from together(self.push(round_, frame) for frame in frames)
         return bool(frames)
 
     # ------------------------------------------------------------------ small answers
 
-    async def barrier(self, round_: Round, barrier: Barrier) -> None:
-        """Send a barrier without a pull."""
-        await self._ask(BarrierAnswer, routes.BARRIER, round_, barrier.to_headers())
-
-    async def norm(self, pull: Pull) -> ShardNorm | None:
+    def norm(self, pull: Pull) -> Work[ShardNorm | None]:
         """Wait until this pserver has aggregated a round, and return its part of the norm.
 
         None if the round is over and the pserver has no norm of it. With the global norm in `pull` the request waits
         until the round is over. Raises NormChanged if the pserver has another gradient by then.
         """
-        answer = await self._ask(NormAnswer, routes.NORM, pull.round, pull.to_headers())
+        send_once = partial(self._send, NormAnswer, routes.NORM, pull.round, pull.to_headers())
+        push_again = partial(self._push_again, pull.round)
+        answer = yield from self.connection.request_with_retry(routes.NORM, send_once, push_again)
         return None if answer.sum_of_squares is None else ShardNorm(answer.contributions, answer.sum_of_squares)
 
-    async def _ask(self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str]) -> M:
-        send_once = partial(self._send, kind, route, round_, headers)
-        return await self.connection.request_with_retry(route, send_once, partial(self._push_again, round_))
-
-    async def _send(
+    def _send(
         self, kind: type[M], route: str, round_: Round, headers: Mapping[str, str], body: FrameParts = ()
-    ) -> M:
-        connection = self.connection
-        headers = {**connection.fence._replace(round=round_).to_headers(), **headers}
-        response, content = await connection.exchange.send("POST", connection.url(route), headers, body=body)
-        raise_for_problem(response)
-        connection.is_local = response.extensions.get(LOCAL_EXTENSION, False)
-        return kind.from_answer(content)
+    ) -> Work[M]:
+        headers = {**self.connection.fence._replace(round=round_).to_headers(), **headers}
+        response = yield from self.connection.send("POST", route, headers, body=body)
+        return kind.from_answer(response.content)
 
     # ------------------------------------------------------------------ frames
 
-    async def get(
+    def get(
         self,
         pull: Pull,
         destination: ShardDestination,
         on_block: Callable[[str], None] | None = None,
         pushed: FrameParts = (),
-    ) -> Pulled:
+    ) -> Work[Pulled]:
         """Wait for a version and write its blocks to their destination, which needs every block that is pulled.
 
-        The request carries the frame `pushed`, if there is one: the whole contribution of the round.
+        The request carries the frame `pushed`, if there is one: the last one of the contribution to the round.
         If the run pulls deltas, a pull with a base needs a destination with deltas, which are added at the end.
         Without deltas `on_block` is called with the name of each block as soon as it is complete. Raises NormChanged
         if the pserver has another gradient than that of the norm.
         """
         asked = perf_counter()
-        headers = pull.to_headers() | ({"content-type": CONTENT_TYPE} if pushed else {})
-        fetched = await self._fetch("POST", routes.GET, pull, destination, headers, on_block, pushed)
+        fetched = yield from self._fetch("POST", routes.GET, pull, destination, on_block, pushed)
         if pushed:
             self._count_pushed(pushed)
         self.connection.metrics.barrier_wait.observe(fetched.began - asked)
@@ -185,67 +161,71 @@ class PserverClient:
                 f"pserver {self.index} {problem}; this is a bug, please report it", actual=dict(fetched.metadata)
             )
         if destination.deltas is not None:
-            await destination.deltas.add(fetched.delta_names)
+            yield from destination.deltas.add(fetched.delta_names)
         destination.received = fetched.names
-        if not pull.names:
-            for old in sorted(self._kept):
-                if old <= pull.round:
-                    del self._kept[old]
+        for old in sorted(self._kept):
+            if old <= pull.round:
+                del self._kept[old]
         return pulled
 
-    async def get_buffers(self, buffers: Mapping[str, memoryview]) -> None:
+    def get_buffers(self, buffers: Mapping[str, memoryview]) -> Work[None]:
         """Fetch buffers of this pserver, which no round changes."""
-        await self._fetch("GET", routes.BUFFERS, Pull(0), ShardDestination(buffers))
+        yield from self._fetch("GET", routes.BUFFERS, Pull(0), ShardDestination(buffers))
 
-    async def describe_optimizer_state(self, round_: Round) -> HeldState:
+    def describe_optimizer_state(self, round_: Round) -> Work[HeldState]:
         """Return the step states and the names of the slots after a round that this trainer has pulled."""
-        metadata = (await self._fetch("POST", routes.SLOTS, Pull(round_), ShardDestination({}))).metadata
-        names = json.loads(metadata[SLOT_NAMES_KEY])
-        return HeldState(read_states(metadata[STATES_KEY]), frozenset(names))
+        fetched = yield from self._fetch("POST", routes.SLOTS, Pull(round_), ShardDestination({}))
+        names = json.loads(fetched.metadata[SLOT_NAMES_KEY])
+        return HeldState(read_states(fetched.metadata[STATES_KEY]), frozenset(names))
 
-    async def get_optimizer_state(self, round_: Round, slots: Mapping[str, memoryview]) -> None:
+    def get_optimizer_state(self, round_: Round, slots: Mapping[str, memoryview]) -> Work[None]:
         """Fetch slots (`{slot}/{block}` -> its writable bytes) as of this round."""
-        await self._fetch("POST", routes.SLOTS, Pull(round_, names=tuple(slots)), ShardDestination(slots))
+        yield from self._fetch("POST", routes.SLOTS, Pull(round_, names=tuple(slots)), ShardDestination(slots))
 
-    async def _fetch(
+    def _fetch(
         self,
         method: str,
         route: str,
         pull: Pull,
         destination: ShardDestination,
-        more_headers: Mapping[str, str] = MappingProxyType({}),
         on_block: Callable[[str], None] | None = None,
         pushed: FrameParts = (),
-    ) -> Fetched:
+    ) -> Work[Fetched]:
         connection, deltas = self.connection, destination.deltas
-        body = (memoryview(pull.body),) if pull.names else pushed
+        pull_headers = pull.to_headers() if route == routes.GET else {}
+        staged_by: Incarnation | None = None  # the pserver that has the pushed frame, and waits for other trainers
 
-        async def send_once() -> Fetched:
+        def send_once() -> Work[Fetched]:
+            nonlocal staged_by
             sink = FrameSink(
                 destination.blocks,
                 deltas=NO_DELTAS if deltas is None else deltas.memory,
                 on_block=on_block if deltas is None else None,
             )
-            headers = {**connection.fence._replace(round=pull.round).to_headers(), **more_headers}
-            response = await connection.exchange.begin_request(
-                method, connection.url(route), headers, body=body, sink=sink
-            )
-            began = perf_counter()
+            headers = {**connection.fence._replace(round=pull.round).to_headers(), **pull_headers}
+            body: FrameParts = (memoryview(pull.body),) if pull.names else ()
+            if pushed and connection.info.incarnation != staged_by:
+                body = pushed
+                headers["content-type"] = CONTENT_TYPE
             try:
-                if may_be_problem(response):
-                    await response.aread()
-                raise_for_problem(response)
-                connection.is_local = response.extensions.get(LOCAL_EXTENSION, False)
-                async for chunk in raw_parts(response):
-                    sink.feed(chunk)
-                connection.received_bytes += sink.num_bytes
-                connection.metrics.pulled_bytes.inc(sink.num_bytes)
-            finally:
-                await response.aclose()
+                yield from connection.send(method, route, headers, body=body, sink=sink)
+            except RoundPending:
+                staged_by = connection.info.incarnation
+                raise
+            except ContributionMissing:
+                staged_by = None
+                raise
+            connection.received_bytes += sink.num_bytes
+            connection.metrics.pulled_bytes.inc(sink.num_bytes)
             metadata = sink.finish()
-            return Fetched(self._check_version(metadata, pull.round), metadata, began, sink.names, sink.delta_names)
+            version = self._check_version(metadata, pull.round)
+            return Fetched(version, metadata, sink.began, sink.names, sink.delta_names)
 
-        return await connection.request_with_retry(route, send_once, partial(self._push_again, pull.round))
+        def push_again() -> Work[bool]:
+            has_pushed = yield from self._push_again(pull.round)
+            return has_pushed or bool(pushed)
+
+        return (yield from connection.request_with_retry(route, send_once, push_again))
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> Round:
         fence = self.connection.fence

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
 
-from ps_config.control_client import GatewayPage
+from ps_config.control_client import GatewayPage, raise_for_problem
+from ps_http2.client_connection import LOCAL_EXTENSION
+from ps_http2.stream import Sink
 from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
@@ -30,6 +32,7 @@ from ps_protocol.retry import Patience, choose_backoff, choose_pause
 from ps_protocol.vocabulary import Incarnation
 
 from ..transport.exchange import Exchange
+from ..transport.work import Work, pause
 from .metrics import TrainerMetrics
 from .news import News
 
@@ -42,30 +45,26 @@ MAX_REPUSHES = 5  # of a round to one incarnation of a pserver, which has no rea
 
 @dataclass(eq=False)
 class PserverConnection:
-    """The address, incarnation and fence of one pserver, which follow the cluster. Used on the I/O loop."""
+    """The address, incarnation and fence of one pserver, which follow the cluster."""
 
     info: PserverInfo
     fence: Fence
-    exchange_for: Callable[[PserverInfo], Exchange]
+    io: Exchange
     metrics: TrainerMetrics
     news: News
     retry_seconds: float
     deadline_seconds: float  # of one request
-    is_local: bool = False  # the newest answer came over a Unix socket
+    uses_local: bool = True  # a Unix socket, if the pserver is on this host
+    is_local: bool = False  # the newest answer came over one
     sent_bytes: int = 0  # of the frames that the pserver has acknowledged
     received_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.first_incarnation = self.info.incarnation
-        self.exchange = self.exchange_for(self.info)  # the open HTTP connections to the pserver
-
-    def url(self, path: str) -> str:
-        """Return the URL of a route."""
-        return self.info.address + path
 
     def is_coordinator_reachable(self) -> bool:
         """Return whether the coordinator answers. It then decides how long this trainer waits for the pserver."""
-        return self.news.has_recent_heartbeat(asyncio.get_running_loop().time(), self.retry_seconds)
+        return self.news.has_recent_heartbeat(self.retry_seconds)
 
     def refresh(self) -> None:
         """Adopt the pserver's newest address and incarnation. Raises RolledBack if the run has a newer attempt."""
@@ -77,16 +76,33 @@ class PserverConnection:
             self.news.mark_reachable(info.index)
         if info.incarnation >= self.info.incarnation and info != self.info:
             self.info = info
-            self.exchange = self.exchange_for(info)
             self.fence = self.fence._replace(pserver_incarnation=info.incarnation)
 
-    async def request_with_retry(
-        self, route: str, send_once: Callable[[], Awaitable[T]], push_again: Callable[[], Awaitable[bool]] | None = None
-    ) -> T:
+    def send(
+        self,
+        method: str,
+        route: str,
+        headers: Mapping[str, str],
+        *,
+        body: Sequence[memoryview] = (),
+        sink: Sink | None = None,
+    ) -> Work[httpx.Response]:
+        """Send a request once, and return its response, as `Exchange.send`. Raises the error in the answer, too."""
+        local = self.info.local if self.uses_local else None
+        url, http2 = self.info.address + route, self.info.http2
+        response = yield from self.io.send(method, url, headers, body=body, sink=sink, http2=http2, local=local)
+        raise_for_problem(response)
+        self.is_local = response.extensions.get(LOCAL_EXTENSION, False)
+        return response
+
+    def request_with_retry(
+        self, route: str, send_once: Callable[[], Work[T]], push_again: Callable[[], Work[bool]] | None = None
+    ) -> Work[T]:
         """Repeat a request until the pserver, or its next incarnation, answers it.
 
         `push_again` pushes the contribution of the round once more, and returns False if this trainer has none. Raises
-        RolledBack when the run goes back meanwhile, and any error that is not in this table at once.
+        RolledBack when the run goes back meanwhile, the error that ended the run, and any error that is not in this
+        table at once.
 
         =========================  ==========================  ===============================  =================
         answer                     pause                       raised after                     counted again from
@@ -112,11 +128,10 @@ class PserverConnection:
         num_repushes = Counter[Incarnation]()
         while True:
             try:
-                return await self._request(route, send_once)
-            except (httpx.TransportError, TimeoutError) as error:
+                return (yield from self._request(route, send_once))
+            except httpx.TransportError as error:
                 num_unanswered += 1
-                page = str(error) if isinstance(error, GatewayPage) else None
-                self.news.mark_unreachable(self.info, asyncio.get_running_loop().time(), page)
+                self.news.mark_unreachable(self.info, str(error) if isinstance(error, GatewayPage) else None)
                 if silence.note_failure() and not self.is_coordinator_reachable():
                     raise Unreachable(
                         f"pserver {self.info.index} at {self.info.address} could not be reached for "
@@ -124,8 +139,8 @@ class PserverConnection:
                     ) from error
                 self.metrics.retries.labels(type(error).__name__).inc()
                 seconds = choose_backoff(num_unanswered)
-                await self.news.wait_for_heartbeat(seconds)
-                await asyncio.sleep(min(seconds, PAUSE_SECONDS))
+                yield from self._wait(self.news.wait_for_heartbeat(seconds))
+                yield from pause(min(seconds, PAUSE_SECONDS))
             except (TryAgain, ContributionMissing, StalePserver, StaleRun, FutureRound, Unauthenticated) as answer:
                 num_unanswered, incarnation = 0, self.info.incarnation
                 silence.reset()
@@ -134,7 +149,7 @@ class PserverConnection:
                     num_repushes[incarnation] += 1
                     if push_again is None or num_repushes[incarnation] > MAX_REPUSHES:
                         raise
-                    has_repushed = await push_again()
+                    has_repushed = yield from push_again()
                 match answer:
                     case TryAgain():
                         is_away = isinstance(answer, NotReady) or answer.code == "stopping"
@@ -143,11 +158,11 @@ class PserverConnection:
                             refusals.clear()
                         elif refusals[incarnation].note_failure():
                             raise
-                        await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
+                        yield from self._wait(pause(choose_pause(answer, PAUSE_SECONDS)))
                     case StalePserver() | StaleRun():
                         if refusals[incarnation].note_failure() and not self.is_coordinator_reachable():
                             raise
-                        await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                        yield from self._wait(self.news.wait_for_heartbeat(NEWS_SECONDS))
                     case ContributionMissing() if has_repushed:
                         pass
                     case FutureRound() | ContributionMissing() | Unauthenticated():
@@ -155,18 +170,35 @@ class PserverConnection:
                             raise
                         if not isinstance(answer, Unauthenticated):  # it lacks a round that this trainer has pulled
                             self.news.ahead_of[self.info.index] = incarnation
-                        await self.news.wait_for_heartbeat(NEWS_SECONDS)
+                        yield from self._wait(self.news.wait_for_heartbeat(NEWS_SECONDS))
                 self.metrics.retries.labels(answer.code).inc()
 
-    async def _request(self, route: str, send_once: Callable[[], Awaitable[T]]) -> T:
+    def _request(self, route: str, send_once: Callable[[], Work[T]]) -> Work[T]:
+        """Send a request once. Raises httpx.ReadTimeout at its deadline, or if the pserver has a newer incarnation."""
+        self.news.check_failure()
         self.refresh()
+        info, deadline = self.info, time.monotonic() + self.deadline_seconds
         with self.metrics.request(route):
-            async with asyncio.timeout(self.deadline_seconds) as limit:
-                with self.news.waits[self.info.index].add(limit):
-                    try:
-                        result = await send_once()
-                    except GradpostError:
-                        self.news.mark_reachable(self.info.index)
-                        raise
-            self.news.mark_reachable(self.info.index)
-            return result
+            work = send_once()
+            try:
+                while True:
+                    yield min(next(work), deadline)
+                    self.news.check_failure()
+                    if self.news.has_newer(info) or time.monotonic() >= deadline:
+                        raise httpx.ReadTimeout("no answer in time")
+            except StopIteration as end:
+                self.news.mark_reachable(info.index)
+                result: T = end.value
+                return result
+            except GradpostError:
+                if self.news.failure is None:
+                    self.news.mark_reachable(info.index)
+                raise
+            finally:
+                work.close()
+
+    def _wait(self, work: Work[None]) -> Work[None]:
+        """Wait, but raise the error that ended the run at once."""
+        for due in work:
+            yield due
+            self.news.check_failure()

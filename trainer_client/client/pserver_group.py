@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
+from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.frames import encode_header
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.plan import SlicePlan
@@ -19,7 +19,8 @@ from ps_protocol.vocabulary import NonfinitePolicy, PserverIndex, Round
 
 from ..transport.destinations import ShardDestination
 from ..transport.tensors import flatten_checked, writable_bytes
-from .buckets import FrameParts, make_buckets
+from ..transport.work import Batch, Work, together
+from .buckets import Bucket, FrameParts, make_buckets
 from .coordinator_client import CoordinatorClient
 from .error_feedback import ErrorFeedback
 from .metrics import TrainerMetrics
@@ -44,9 +45,9 @@ class DeclaredRun:
 
 
 class PserverGroup:
-    """All pservers of a run, as one trainer uses them. All methods but `begin_pushes` run on the I/O loop.
+    """All pservers of a run, as one trainer uses them.
 
-    Waits end with the error that ended the run (`TrainerLost`, `RoundTimeout`, …).
+    Work ends with the error that ended the run (`TrainerLost`, `RoundTimeout`, …).
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class PserverGroup:
         self.pushed_round: Round = 0  # the newest round of which a part may have left
         self._run = run
         self._max_delay = coordinator.joined.consistency.max_delay
+        self._is_async = coordinator.joined.consistency.is_async
         # In asynchronous modes the engine has clipped each gradient before its pushes.
-        self._clips_rounds = run.max_grad_norm is not None and not coordinator.joined.consistency.is_async
+        self._clips_rounds = run.max_grad_norm is not None and not self._is_async
         self._coordinator = coordinator
         self._results = results
         self._metrics = metrics
@@ -76,44 +78,53 @@ class PserverGroup:
         self.feedback.reset()
         self.pushed_round = attempt.base_round
 
-    async def ask_all(self, ask: Callable[[PserverClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call `ask` for all pservers concurrently, and return the results in the order of their indices."""
-        return await self._coordinator.guard(_gather(map(ask, self.clients)))
+    def ask_all(self, ask: Callable[[PserverClient], Work[T]]) -> Work[list[T]]:
+        """Ask all pservers concurrently, and return the results in the order of their indices."""
+        return together(map(ask, self.clients))
 
     # ------------------------------------------------------------------ pushes
 
     @property
     def takes_whole_steps(self) -> bool:
         """True if a pull may carry the contribution. A clipped round needs its norm before the pull."""
-        is_async = self._coordinator.joined.consistency.is_async
-        return not (is_async or self._max_delay or self._clips_rounds)
+        return not (self._is_async or self._max_delay or self._clips_rounds)
 
     def begin_pushes(self, round_: Round) -> None:
-        """Note that parts of this round leave from now on. With `max_delay` earlier pushes count as applied."""
+        """Note that parts of this round leave from now on. With `max_delay` earlier rounds count as applied."""
         if self._max_delay:
-            self.feedback.resolve(is_applied=True)
+            self.feedback.resolve(is_applied=round_ > self.pushed_round)
         self.pushed_round = round_
 
-    async def push(self, round_: Round, pserver: PserverIndex, frame: FrameParts) -> bool:
-        """Push one frame, which must not change until this returns. Return True if the pserver found it finite."""
-        return (await self._coordinator.guard(self.clients[pserver].push(round_, frame))).finite
+    def forget_pushes(self, round_: Round) -> None:
+        """Forget the frames of a round that will be pushed again as a whole."""
+        for client in self.clients:
+            client.forget_pushes(round_)
 
-    async def push_all(self, round_: Round, frames: Sequence[Sequence[FrameParts]], *, initial: bool = False) -> bool:
-        """Push the frames of each pserver, some of them concurrently. Return True if all were found finite."""
+    def find_nonfinite(self, bucket: Bucket) -> str | None:
+        """Return a parameter with NaN or infinity in a filled bucket, if there is one; under `allow` none is read."""
+        return None if self._run.nonfinite == "allow" else bucket.find_nonfinite()
 
-        async def push(client: PserverClient, frame: FrameParts, limit: asyncio.Semaphore) -> bool:
-            async with limit:
-                return (await client.push(round_, frame, initial=initial)).finite
+    def withhold_nonfinite(self, round_: Round, buckets: Iterable[Bucket]) -> bool:
+        """Empty each filled bucket that holds NaN or infinity, and return True if there is none: the verdict.
 
-        limits = [asyncio.Semaphore(MAX_CONCURRENT_PUSHES) for _ in self.clients]
-        pushes = (
-            push(client, frame, limit)
-            for client, shard_frames, limit in zip(self.clients, frames, limits, strict=True)
-            for frame in shard_frames
-        )
-        return all(await self._coordinator.guard(_gather(pushes)))
+        Raises NonFiniteGradient under `reject`. The bytes of a bucket do not depend on the other buckets, some of which
+        may have left already: a step that is pushed again is the same bytes.
+        """
+        faulty = [bucket for bucket in buckets if self.find_nonfinite(bucket) is not None]
+        if faulty and self._run.nonfinite == "reject":
+            text = f"NaN or infinity in the gradient of {faulty[0].find_nonfinite()!r} in round {round_}"
+            raise NonFiniteGradient(
+                text if self._is_async else f"{text}. To skip such rounds, set --nonfinite skip_round"
+            )
+        for bucket in faulty:
+            bucket.fill({})
+        return not faulty
 
-    async def send_initial(self, values: Mapping[str, Tensor], bucket_bytes: int) -> None:
+    def push(self, round_: Round, pserver: PserverIndex, frame: FrameParts) -> Work[None]:
+        """Push one frame, which must not change until this has ended."""
+        return self.clients[pserver].push(round_, frame)
+
+    def send_initial(self, values: Mapping[str, Tensor], bucket_bytes: int) -> Work[None]:
         """Upload the initial values of all parameters and buffers; only the elected uploader may."""
         plan = self._run.plan
         parameters = flatten_checked(plan, {name: values[name] for name in plan.parameter})
@@ -126,97 +137,91 @@ class PserverGroup:
             header = encode_header([(spec.name, spec.dtype, spec.shape)])
             data = values[spec.name].detach().to("cpu").contiguous()
             frames[spec.pserver].append((memoryview(header), writable_bytes(data)))
-        await self.push_all(0, frames, initial=True)
+        yield from together(_send_initial(*each) for each in zip(self.clients, frames, strict=True))
 
     # ------------------------------------------------------------------ pulls
 
-    async def pull(
+    def pull(
         self,
         round_: Round,
         destinations: Sequence[ShardDestination],
         *,
         barrier: Barrier | None = None,
-        is_partial: bool = False,
         on_block: Callable[[str], None] | None = None,
         pushed: Sequence[FrameParts] = (),
-    ) -> None:
+    ) -> Work[None]:
         """Wait for version `round_` of every shard, and write it to the destinations; a batch barrier may come with it.
 
-        Blocks that have not changed since the base of their destination are left out. If `is_partial`, only blocks
-        that have a destination are pulled. Without deltas `on_block` is called with the name of each complete block.
-        If the run `takes_whole_steps`, each request may carry a frame of `pushed`: the contribution to its pserver.
+        Blocks that have not changed since the base of their destination are left out. Without deltas `on_block` is
+        called with the name of each complete block. If the run `takes_whole_steps`, each request may carry a frame of
+        `pushed`: the last one of the contribution to its pserver.
         """
         bases = [destination.base for destination in destinations]
         for destination in destinations:
             destination.base = None  # until the pull has succeeded
 
-        async def get(index: int, norm: AgreedNorm | None) -> Pulled:
-            destination = destinations[index]
-            names = tuple(destination.blocks) if is_partial else ()
-            pull = Pull(round_, barrier, names, bases[index], norm)
-            return await self.clients[index].get(pull, destination, on_block, pushed[index] if pushed else ())
+        def get(index: int, norm: AgreedNorm | None) -> Work[Pulled]:
+            pull = Pull(round_, barrier, (), bases[index], norm)
+            return self.clients[index].get(pull, destinations[index], on_block, pushed[index] if pushed else ())
 
-        indices = [index for index, destination in enumerate(destinations) if destination.blocks or not is_partial]
         if not self._clips_rounds or round_ == 0:
-            answers = await self._coordinator.guard(_gather(get(index, None) for index in indices))
+            answers = yield from together(get(index, None) for index in range(len(destinations)))
         else:
-            answers = await self._coordinator.guard(self._pull_clipped(Pull(round_, barrier), indices, get))
-        for index, pulled in zip(indices, answers, strict=True):
-            destinations[index].base = pulled.version
+            answers = yield from self._pull_clipped(Pull(round_, barrier), get)
+        for destination, pulled in zip(destinations, answers, strict=True):
+            destination.base = pulled.version
         self._note_results(round_, answers)
-        if not is_partial:
-            self._coordinator.note_pulled(round_)
+        self._coordinator.note_pulled(round_)
 
-    async def _pull_clipped(
-        self,
-        pull: Pull,
-        indices: Sequence[PserverIndex],
-        get: Callable[[PserverIndex, AgreedNorm | None], Coroutine[Any, Any, Pulled]],
-    ) -> list[Pulled]:
-        """Call `get` for these pservers with the norm of the gradient, which all pservers are asked for first."""
+    def _pull_clipped(
+        self, pull: Pull, get: Callable[[PserverIndex, AgreedNorm | None], Work[Pulled]]
+    ) -> Work[list[Pulled]]:
+        """Call `get` for all pservers with the norm of the gradient, which all of them are asked for first."""
 
-        async def ask() -> list[ShardNorm | None]:
-            return await _gather(client.norm(pull) for client in self.clients)
+        def ask() -> Work[list[ShardNorm | None]]:
+            return together(client.norm(pull) for client in self.clients)
 
         if pull.round == self._run.start - 1:  # its first pull; all trainers of the rounds before may have left
-            await finish_rounds(self.clients, pull.round, self._max_delay)
+            yield from finish_rounds(self.clients, pull.round, self._max_delay)
         agreement = NormAgreement(ask)
-        answers = await _gather(agreement.bring(index, partial(get, index)) for index in indices)
+        bringing = (agreement.bring(index, partial(get, index)) for index in range(len(self.clients)))
+        answers = yield from together(bringing)
         self._results.grad_norm = agreement.norm
         return answers
 
     def _note_results(self, round_: Round, answers: Sequence[Pulled]) -> None:
         """Note the outcome of the rounds that a pull reports: applied or skipped."""
-        skipped = dict(item for pulled in answers for item in pulled.skipped.items())
+        skipped = {pulled.version: pulled.skipped_for for pulled in answers if pulled.skipped_for}
         if not self._max_delay and round_ >= self.pushed_round:  # else a later push is on its way
             self.feedback.resolve(is_applied=round_ not in skipped)
         if round_ in skipped:
             self._results.grad_norm = None if self._run.max_grad_norm is None else math.nan
-        outcomes = self._results.outcomes
-        scaler = next((pulled.scaler for pulled in answers if pulled.scaler is not None), None)
-        self._results.outcomes = outcomes.advance(skipped, scaler, newest=round_, keep=2 * self._max_delay + 2)
-        for skipped_round in sorted(skipped.keys() - set(outcomes.skipped)):
+        known, self._results.skipped = self._results.skipped, tuple(skipped)
+        for skipped_round in sorted(skipped.keys() - set(known)):
             self._metrics.skipped.inc()
             names = ", ".join(f"trainer {rank}" for rank in sorted(skipped[skipped_round]))
             self._coordinator.log.warning(
                 f"round {skipped_round} was skipped on all pservers: NaN or infinity in gradients of {names}"
             )
 
-    async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
+    def pull_buffers(self, memory: Mapping[str, memoryview]) -> Work[None]:
         """Fetch all buffers of the run (name -> writable bytes)."""
         buffers: dict[PserverIndex, dict[str, memoryview]] = {}
         for spec in self._run.plan.buffers:
             buffers.setdefault(spec.pserver, {})[spec.name] = memory[spec.name]
-        await self._coordinator.guard(_gather(self.clients[i].get_buffers(wanted) for i, wanted in buffers.items()))
+        yield from together(self.clients[index].get_buffers(wanted) for index, wanted in buffers.items())
 
 
-async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently, and return their results. The first error cancels the rest, and is raised."""
-    tasks = [asyncio.ensure_future(item) for item in work]
+def _send_initial(client: PserverClient, frames: Sequence[FrameParts]) -> Work[None]:
+    """Push the frames of initial values to one pserver, some of them concurrently."""
+    pushes: Batch[None] = Batch()
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        for frame in frames:
+            pushes.add(client.push(0, frame, initial=True))
+            due = pushes.advance()
+            while len(pushes) == MAX_CONCURRENT_PUSHES:
+                yield due
+                due = pushes.advance()
+        yield from pushes.finish()
+    finally:
+        pushes.close()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Unpack
 
 from structlog.typing import FilteringBoundLogger
 
-from ps_config.control_client import make_control_client
+from ps_config.control_client import make_blocking_client
 from ps_config.environment import CallError
-from ps_config.process_meter import watch_loop_lag
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import RolledBack
 from ps_protocol.fence import Fence
@@ -20,7 +20,8 @@ from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 
-from ..transport.exchange import Exchange
+from ..transport.exchange import Exchange, Started
+from ..transport.work import Work
 from .arguments import TrainerArguments
 from .coordinator_client import CoordinatorClient
 from .local_coordinator import LocalCoordinator
@@ -28,7 +29,7 @@ from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
 from .pserver_group import DeclaredRun, PserverGroup
-from .round_results import Outcomes, RoundResults
+from .round_results import RoundResults
 from .settings import TrainerSettings, read_settings
 
 # Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
@@ -41,7 +42,7 @@ DECLARED_SETTINGS = _OF_THE_MODEL | _OF_THE_TRAINER
 
 
 class RunClient:
-    """A trainer's client in one run. Every method runs on the loop that `join` was awaited on.
+    """A trainer's client in one run. Its methods block; the pservers' are work of `io`.
 
     It has a place in the run (`joined`) from `join` on, and a plan and pservers (`run`, `pservers`) from `declare` on.
     Waits end with the error that ended the run (`TrainerLost`, `RoundTimeout`, …).
@@ -52,19 +53,19 @@ class RunClient:
         self.settings: TrainerSettings = read_settings(coordinator=coordinator, **arguments)
         self.metrics = TrainerMetrics()
         self.results = RoundResults()
-        self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
+        self.steps: list[Started[None]] = []  # that have begun; some may be done
         self.uploader: Rank | None = None  # the trainer that brings the initial values
         self._run: DeclaredRun | None = None
         self._pservers: PserverGroup | None = None
         self.at_leave: list[Callable[[], None]] = []
         self._metrics_server: MetricsServer | None = None
-        self._lag_watch: asyncio.Task[None] | None = None
         token = self.settings.sent_token
         self._token = None if token is None else TokenPair(token, lambda line: self.log.warning(line))
-        self._control = make_control_client(self.settings.client_tls, self._token)
-        self._exchanges: dict[tuple[bool, str | None], Exchange] = {}
+        self._control = make_blocking_client(self.settings.client_tls, self._token)
+        self.io = Exchange(self.settings.client_tls, self._token)
         coordinator_type = LocalCoordinator if self.settings.strategy == "local" else CoordinatorClient
         self.coordinator = coordinator_type(self.settings, self._control)
+        self.coordinator.news.wake = self.io.wake
 
     @property
     def log(self) -> FilteringBoundLogger:
@@ -113,7 +114,7 @@ class RunClient:
 
     # ------------------------------------------------------------------ life
 
-    async def join(self) -> TrainerJoined:
+    def join(self) -> TrainerJoined:
         """Join the run that is gathering. Waits for the coordinator, and for an earlier run to end.
 
         It also waits up to `retry_seconds` for the token's file, and raises SettingsError if there is none.
@@ -121,30 +122,29 @@ class RunClient:
         settings, address = self.settings, None
         try:
             if self._token is not None:
-                await self._token.wait_for_token(settings.retry_seconds, self.log.info)
+                for seconds in self._token.wait_for_token(settings.retry_seconds, self.log.info):
+                    time.sleep(seconds)
             if settings.metrics_port is not None and self._metrics_server is None:
                 self._metrics_server = MetricsServer(
                     self.metrics.registry, settings.metrics_host, settings.metrics_port, settings.server_tls
                 )
                 address = self._metrics_server.address
-            joined = await self.coordinator.join(address)
+            return self.coordinator.join(address)
         except BaseException:
-            await self.leave("failed")  # closes the connections and the metrics port
+            self.leave("failed")  # closes the connections and the metrics port
             raise
-        self._lag_watch = asyncio.create_task(watch_loop_lag(self.metrics.loop_lag.observe), name="loop lag")
-        return joined
 
     def begin_run(self, run: DeclaredRun, clients: Sequence[PserverClient] = ()) -> None:
         """Adopt the declared run. The follower processes of a host have no clients of pservers."""
         self._run = run
         self._pservers = PserverGroup(clients, run, self.coordinator, self.results, self.metrics)
 
-    def adopt_results(self, round_: Round, outcomes: Outcomes, grad_norm: float | None) -> None:
+    def adopt_results(self, round_: Round, skipped: Collection[Round], grad_norm: float | None) -> None:
         """Adopt the results of a round that this client has not pulled: in a ring, or from a host's leader."""
         self.coordinator.adopt_round(round_)
-        self.results.outcomes, self.results.grad_norm = outcomes, grad_norm
+        self.results.skipped, self.results.grad_norm = skipped, grad_norm
 
-    async def declare(
+    def declare(
         self,
         parameters: Sequence[ParameterSpec],
         optimizer: OptimizerSpec,
@@ -169,7 +169,7 @@ class RunClient:
             rendezvous=rendezvous,
             **self.settings.model_dump(include=_OF_THE_MODEL),
         )
-        ready = await self.coordinator.guard(self.coordinator.declare(message))
+        ready = self.coordinator.declare(message)
         clients = [self._make_client(info, ready) for info in ready.pservers]
         run = DeclaredRun(ready.plan, ready.start, ready.nonfinite, ready.max_grad_norm, ready.rendezvous)
         self.begin_run(run, clients)
@@ -181,7 +181,7 @@ class RunClient:
                 f"continuing run {ready.run} at round {ready.start - 1}: a script that counts its steps begins there"
             )
         with contextlib.suppress(RolledBack):  # the next request meets it again
-            await self.pservers.ask_all(lambda client: client.warm_up())
+            self.io.run(self.pservers.ask_all(lambda client: client.warm_up()))
         return ready.plan
 
     def _make_client(self, info: PserverInfo, ready: PlanReady) -> PserverClient:
@@ -199,22 +199,16 @@ class RunClient:
         connection = PserverConnection(
             info,
             fence,
-            self._exchange_for,
+            self.io,
             self.metrics,
             self.coordinator.news,
             retry_seconds=self.settings.retry_seconds,
             deadline_seconds=self.joined.round_timeout_seconds + 30,
+            uses_local=self.settings.local_transport,
         )
         return PserverClient(connection, max_delay=self.joined.consistency.max_delay)
 
-    def _exchange_for(self, info: PserverInfo) -> Exchange:
-        """Return the connections to a pserver for tensors. One with a Unix socket has connections of its own."""
-        kind = info.http2, info.local if self.settings.local_transport else None
-        if kind not in self._exchanges:
-            self._exchanges[kind] = Exchange(self.settings.client_tls, self._token, http2=kind[0], local=kind[1])
-        return self._exchanges[kind]
-
-    async def go_back(self) -> Round:
+    def go_back(self) -> Round:
         """Follow the run to its newest attempt after RolledBack, and return the version to pull next.
 
         No request may be under way. `must_upload` says if this trainer pushes the values of that version first.
@@ -223,28 +217,26 @@ class RunClient:
         self.pservers.follow(attempt)
         if attempt.uploader is not None:
             self.uploader = attempt.uploader
-        self.results.outcomes = Outcomes()
+        self.results.skipped = ()
         self.coordinator.adopt_round(attempt.base_round)
         return attempt.base_round
 
-    async def finish(self) -> None:
+    def finish(self) -> Work[None]:
         """Wait until every step that has begun is pulled, or has failed."""
-        if self.unfinished:
-            await asyncio.wait(self.unfinished)
+        for started in self.steps:
+            while started.can_go_on:
+                yield math.inf
 
-    async def leave(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
+    def leave(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed` (also if that is in the middle of a round), and close all connections."""
-        await self.coordinator.leave(outcome, reason, code)
+        self.coordinator.leave(outcome, reason, code)
         for close in self.at_leave:
             close()
-        await self._control.aclose()
-        for exchange in self._exchanges.values():
-            await exchange.aclose()
-        if self._lag_watch is not None:
-            self._lag_watch.cancel()
+        self._control.close()
+        self.io.close()
         if self._metrics_server is not None:
             self._metrics_server.close()
 
-    async def summary(self) -> RunSummary:
+    def summary(self) -> RunSummary:
         """Return the results of the run, as the services know them."""
-        return await self.coordinator.summary()
+        return self.coordinator.summary()

@@ -78,7 +78,6 @@ def note_own_round(client: RunClient, round_: Round, grad_norm: float | None, *,
     if is_skipped:
         client.metrics.skipped.inc()
         grad_norm = None if client.run.max_grad_norm is None else math.nan
-    outcomes = client.results.outcomes.advance([round_] if is_skipped else [], None, newest=round_, keep=2)
-    client.adopt_results(round_, outcomes, grad_norm)
+    client.adopt_results(round_, [round_] if is_skipped else [], grad_norm)
     client.metrics.rounds.inc()
     client.metrics.round.set(round_)

@@ -9,54 +9,44 @@ fails, all later steps fail with it, and are not pushed.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
-from time import perf_counter
 
 from torch import Tensor
 
-from ps_protocol.errors import BadInput
-from ps_protocol.requests import Barrier
 from ps_protocol.vocabulary import Round
 
 from ..client.run_client import RunClient
-from ..session.io_thread import IoThread
 from ..transport.destinations import PullProgress, write_back
 from ..transport.device_copies import GradientCopies, ParameterCopies, is_away
 from .engine import StepGradients
-from .outgoing import Outgoing, note_task
 from .state_transfer import StateFrames
+from .step_exchange import StepExchange
 from .step_memory import StepMemory
 
 
 class Pipeline:
-    """The pushes and pulls of one trainer. The training thread calls all methods; `wait` blocks for the network.
+    """The steps of one trainer on their way. The training thread calls all methods; `wait` blocks for the network.
 
     Gradients are sent from their own memory if the script computes nothing meanwhile and they have their form on the
     wire; else from copies. The memory of step t is not used again until step t + 1 + k begins.
     """
 
-    def __init__(
-        self, client: RunClient, io: IoThread, parameters: Mapping[str, Tensor], *, overlap_pulls: bool
-    ) -> None:
+    def __init__(self, client: RunClient, parameters: Mapping[str, Tensor], *, overlap_pulls: bool) -> None:
         """Allocate the memory. `overlap_pulls`: the script computes with parameters while others are missing."""
         self.max_delay = client.joined.consistency.max_delay
         self.newest_pulled: Round = 0  # the newest step whose pull has ended, as far as `wait` has looked
         self._client = client
-        self._pservers = client.pservers
-        self._io = io
         self._parameters = parameters
         self._overlap_pulls = overlap_pulls
         self._is_async = client.joined.consistency.is_async
         self._memory = [StepMemory(client, parameters) for _ in range(self.max_delay + 1)]
         self._gradient_copies = GradientCopies()
         self._parameter_copies = ParameterCopies(overlap_pulls=overlap_pulls)
-        self._outgoing: Outgoing | None = None  # the step that begins next, once it has gradients
-        self._previous_pushes: asyncio.Future[bool] | None = None  # those of the newest step that has begun
-        self._pulls: dict[Round, Future[None]] = {}  # the pulls that `wait` has not ended yet, in order
-        self._arrivals: dict[Round, PullProgress] = {}  # with `overlap_pulls`, of the steps in `_pulls`
-        self._newest_pull: Future[None] | None = None
+        self._next: StepExchange | None = None  # of the step that begins next, once it has gradients
+        self._begun: dict[Round, StepExchange] = {}  # the steps that `wait` has not ended yet, in order
+        self._arrivals: dict[Round, PullProgress] = {}  # with `overlap_pulls`, of these steps
+        if overlap_pulls or client.settings.overlap or self.max_delay:
+            client.io.use_thread()
 
     def _memory_of(self, step: Round) -> StepMemory:
         return self._memory[step % len(self._memory)]
@@ -75,9 +65,9 @@ class Pipeline:
 
     def pull_start(self, version: Round) -> None:
         """Pull `version`, from which the next step starts. Discard all steps and pulls in flight."""
-        self._discard_steps()
+        self.discard_steps()
         self.forget_bases()
-        self._io.run(self._pservers.pull(version, self._memory_of(version).destinations))
+        self._client.io.run(self._client.pservers.pull(version, self._memory_of(version).destinations))
         self.newest_pulled = version
 
     def write_back(self, version: Round, names: Collection[str], *, bumps_version: bool) -> None:
@@ -106,41 +96,36 @@ class Pipeline:
             self._add(step, arrived, host)
 
     def _add(self, step: Round, name: str, gradient: Tensor) -> None:
-        if self._outgoing is None:
-            self._outgoing = self._begin_pushes(step)
-        self._outgoing.add(name, gradient)
+        if self._next is None:
+            self._next = self._begin_exchange(step)
+        self._next.add(name, gradient)
 
     def discard_gradients(self) -> None:
         """Discard the gradients of a step that has not begun. Pservers keep the blocks that are staged."""
         self._gradient_copies.discard()
-        if self._outgoing is not None:
-            self._outgoing.cancel()
-            self._memory_of(self._outgoing.step).discard_pushes()
-            self._outgoing = None
+        if self._next is not None:
+            exchange, self._next = self._next, None
+            self._arrivals.pop(exchange.step, None)
+            exchange.give_up()
 
     def begin_step(self, step: Round, pushed: StepGradients, state_frames: Sequence[StateFrames] | None = None) -> None:
         """Start to push all gradients, and optimizer state if there is any; a pull will follow.
 
-        Blocks for copies from and to a device.
+        Blocks for copies from and to a device. Raises NonFiniteGradient: see `StepExchange.complete`.
         """
         self._parameter_copies.wait_for_copies(self._parameters)
         gradients = self._copy_to_host(step, pushed.gradients)
-        outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
+        exchange = self._next = self._next or self._begin_exchange(step)
         if self._is_async:
             self._client.coordinator.counted_round = step
         try:
-            outgoing.complete(gradients, pushed.completion, state_frames)
+            exchange.complete(gradients, pushed.completion, state_frames, is_finite=pushed.is_finite)
         except BaseException:
             self.discard_gradients()
             raise
-        self._outgoing = None
-        self._previous_pushes = outgoing.pushes_done  # only now: no step waits for a step that could not begin
-        arrivals = PullProgress(self._client.run.plan.blocks_of) if self._overlap_pulls else None
-        pull = self._io.start(self._pull(outgoing, self._newest_pull, pushed.is_finite, arrivals))
-        if arrivals is not None:
-            self._arrivals[step] = arrivals
-            pull.add_done_callback(lambda _: arrivals.end())
-        self._pulls[step] = self._newest_pull = pull
+        self._next = None
+        self._begun[step] = exchange
+        self._client.steps = [exchange.started for exchange in self._begun.values()]
 
     def _copy_to_host(self, step: Round, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
@@ -152,55 +137,29 @@ class Pipeline:
             self._add(step, arrived, copied)
         return {**gradients, **{name: host[name] for name in away}}
 
-    def _begin_pushes(self, step: Round) -> Outgoing:
-        self._pservers.begin_pushes(step)
+    def _begin_exchange(self, step: Round) -> StepExchange:
         # Gradients stay as they are if no computation runs before the step was pulled.
         borrow = self.max_delay == 0 and not self._overlap_pulls
-        buckets = self._memory_of(step).buckets
-        return Outgoing(self._pservers, self._io, step, buckets, self._previous_pushes, borrow=borrow)
+        arrivals = None
+        if self._overlap_pulls:
+            arrivals = self._arrivals[step] = PullProgress(self._client.run.plan.blocks_of)
+        memory, previous = self._memory_of(step), self._begun.get(step - 1)
+        return StepExchange(self._client, step, memory, previous, borrow=borrow, arrivals=arrivals)
 
     # ------------------------------------------------------------------ parameters in
-
-    async def _pull(
-        self, outgoing: Outgoing, previous_pull: Future[None] | None, is_finite: bool, arrivals: PullProgress | None
-    ) -> None:
-        note_task(self._client.unfinished)
-        step, pushed = outgoing.step, outgoing.take_whole()
-        is_finite_everywhere = await outgoing.join()
-        self._client.coordinator.counted_round = step  # the next request carries the batch barrier
-        acknowledged = perf_counter()
-        if previous_pull is not None:
-            await asyncio.wrap_future(previous_pull)
-        try:
-            await self._pservers.pull(
-                step,
-                self._memory_of(step).destinations,
-                barrier=None if self._is_async else Barrier("batch", is_finite and is_finite_everywhere),
-                on_block=None if arrivals is None else arrivals.mark_complete,
-                pushed=pushed,
-            )
-        except BadInput:
-            if len(pushed) == 1:  # it was refused, and its barrier with it
-                self._client.coordinator.counted_round = 0
-            raise
-        metrics, ended = self._client.metrics, perf_counter()
-        metrics.push_seconds.observe(acknowledged - outgoing.begun)
-        metrics.pull_seconds.observe(ended - acknowledged)
-        metrics.rounds.inc()
-        metrics.round.set(step)
 
     def wait(self, step: Round) -> Round:
         """Wait until this step was pulled, and return the newest pulled step. Raises the error of a failed step."""
         try:
-            while (pull := self._pulls.get(self.newest_pulled + 1)) is not None:
-                if self.newest_pulled >= step and not pull.done():
+            while (exchange := self._begun.get(self.newest_pulled + 1)) is not None:
+                if self.newest_pulled >= step and not exchange.started.is_done:
                     break
-                self._io.wait(pull)
+                self._client.io.wait(exchange.started)
                 self.newest_pulled += 1
-                del self._pulls[self.newest_pulled]
+                del self._begun[self.newest_pulled]
                 self._arrivals.pop(self.newest_pulled, None)
         except BaseException:
-            self._discard_steps()
+            self.discard_steps()
             raise
         return self.newest_pulled
 
@@ -209,12 +168,12 @@ class Pipeline:
         if step > self.newest_pulled and not all(map(self._arrivals[step].wait, names)):
             self.wait(step)
 
-    def _discard_steps(self) -> None:
-        """Cancel all steps and pulls in flight."""
-        for step, pull in self._pulls.items():
-            pull.cancel()
-            self._memory_of(step).discard_pushes()
-        self._pulls.clear()
+    def discard_steps(self) -> bool:
+        """Give up all steps and pulls in flight; return False if there were none that have begun."""
+        has_begun = bool(self._begun)
+        for exchange in self._begun.values():
+            exchange.give_up()
+        self._begun.clear()
         self._arrivals.clear()
-        self._newest_pull = self._previous_pushes = None
         self.discard_gradients()
+        return has_begun

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ps_protocol.encodings import TORCH_DTYPES, is_finite
 from ps_protocol.errors import BadModel, Ended, GradpostError, NonFiniteGradient, RolledBack
 from ps_protocol.norms import EPSILON
-from ps_protocol.optimizers import MASTER, StepState
+from ps_protocol.optimizers import MASTER
 from ps_protocol.vocabulary import Round
 
 from ..session.session import Session
@@ -24,7 +24,7 @@ from .local_steps import LocalSteps
 from .model_tensors import TrainedModel
 from .pipeline import Pipeline
 from .state_transfer import Loading, pull_optimizer_state
-from .torch_state import NO_STATE, ParameterStates
+from .torch_state import ParameterStates
 from .unfinished_step import UnfinishedStep
 
 
@@ -34,7 +34,7 @@ class PserverEngine:
     def __init__(self, session: Session, model: TrainedModel, local: LocalSteps | None) -> None:
         """Pull the values that the run begins with. Blocks for the pservers."""
         self.progress = StepProgress()
-        self._client, self._io = session.client, session.io
+        self._client = session.client
         self._leads_host = session.host is not None  # its other processes are needed to finish a step
         self._averages = model.averages
         self._parameters = model.pulled
@@ -42,7 +42,7 @@ class PserverEngine:
         self._local = local
         self._overlap_pulls = self._client.settings.overlap_pulls
         self._is_async = self._client.joined.consistency.is_async
-        self._pipeline = Pipeline(self._client, self._io, self._parameters, overlap_pulls=self._overlap_pulls)
+        self._pipeline = Pipeline(self._client, self._parameters, overlap_pulls=self._overlap_pulls)
         self._unfinished = UnfinishedStep(leads_host=self._leads_host)
         self.pending: set[str] = set()  # parameters without the newest step's values
         self._has_stored = False
@@ -58,13 +58,13 @@ class PserverEngine:
             try:
                 if self._client.must_upload:
                     bucket_bytes = self._client.settings.chosen_bucket_bytes
-                    self._io.run(self._client.pservers.send_initial(self._initial_values(), bucket_bytes))
+                    self._client.io.run(self._client.pservers.send_initial(self._initial_values(), bucket_bytes))
                 self._pipeline.pull_start(version)
                 self._write_back(version, set(self._parameters), bumps_version=bumps_version)
                 if self._stored and not self._has_stored:
                     self._pull_stored()
             except RolledBack:
-                version = self._io.run(self._client.go_back())
+                version = self._client.go_back()
             else:
                 self.progress.begun = self.progress.version = version
                 self._loading.note_rollback(version)
@@ -83,7 +83,7 @@ class PserverEngine:
     def _pull_stored(self) -> None:
         received = make_destinations(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
         memory = {name: writable_bytes(tensor) for name, tensor in received.items()}
-        self._io.run(self._client.pservers.pull_buffers(memory))
+        self._client.io.run(self._client.pservers.pull_buffers(memory))
         write_back(self._stored, received, ParameterCopies(overlap_pulls=False))
         self._has_stored = True
 
@@ -97,7 +97,7 @@ class PserverEngine:
         """Follow a rollback and return True. Return False if it is over the newest step alone, which begins again."""
         step, contribution, pushed = self.progress.begun, self._unfinished.contribution, self._pushed
         self._unfinished.note_rollback()
-        version = self._io.run(self._client.go_back())
+        version = self._client.go_back()
         # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
         self._start_after(version, bumps_version=not self._overlap_pulls)
         if contribution is not None and pushed is not None and self.progress.version == step - 1:
@@ -131,13 +131,12 @@ class PserverEngine:
         """Return new masters of parameters that are rounded ones: those of the run where the script changed nothing."""
         plan, kept = self._client.run.plan, {}
         wires = {name: TORCH_DTYPES[plan.pulled(name)] for name in values}
-        slots = {name: (MASTER,) for name, wire in wires.items() if wire != torch.float32 and self.progress.begun > 0}
-        if slots:
+        rounded = [name for name, wire in wires.items() if wire != torch.float32 and self.progress.begun > 0]
+        if rounded:
             with suppress(RolledBack):  # the next step goes back, and these values are lost with it
-                held = self._io.run(
-                    pull_optimizer_state(self._client, self.progress.version, lambda name, _: slots.get(name, ()))
-                )
-                for name in slots:
+                state = pull_optimizer_state(self._client, self.progress.version, rounded, [MASTER])
+                held = self._client.io.run(state)
+                for name in rounded:
                     master, value = held[name].slots[MASTER], values[name]
                     kept[name] = torch.where(master.to(wires[name]) == value, master, value.float())
         return kept
@@ -156,18 +155,30 @@ class PserverEngine:
 
     def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`."""
-        self._begin(contribution)
-        if not self._overlap_pulls:
-            self._finish(self.progress.begun - self._pipeline.max_delay)
+        with self._noting_interrupts():
+            self._begin(contribution)
+            if not self._overlap_pulls:
+                self._finish(self.progress.begun - self._pipeline.max_delay)
 
     def synchronize(self) -> bool:
         """Implement `StepEngine.synchronize`. An interrupted or failed step is first repeated as it was."""
         kept = self._unfinished.kept
         is_behind = kept is not None or self.progress.begun > self.progress.version
-        if kept is not None:
-            self._begin(kept)
-        self._finish(self.progress.begun)
+        with self._noting_interrupts():
+            if kept is not None:
+                self._begin(kept)
+            self._finish(self.progress.begun)
         return is_behind
+
+    @contextmanager
+    def _noting_interrupts(self) -> Iterator[None]:
+        """Give up steps that an interrupt leaves on their way, before the script changes their gradients."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and self._pipeline.discard_steps():
+                self._note_failure(error)
+            raise
 
     def wait_for_parameters(self, names: set[str]) -> bool:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
@@ -185,7 +196,7 @@ class PserverEngine:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
         self._unfinished.require_same_gradients(step, contribution.gradients, self._parameters)
-        clipped = self._clip(step, contribution.gradients) if self._is_async else contribution.gradients
+        clipped = self._clip(contribution.gradients) if self._is_async else contribution.gradients
         if self._local is not None:  # the local optimizer has changed the parameters
             self._pipeline.forget_bases()
         completion = replace(contribution.completion, computed_on=self.progress.version if self._is_async else None)
@@ -198,25 +209,25 @@ class PserverEngine:
         try:
             self._pipeline.begin_step(step, pushed, self._loading.frames_for(step))
         except BaseException as error:
-            if not isinstance(error, GradpostError) and self._client.pservers.pushed_round == step:
-                self._unfinished.keep()
+            may_have_left = not isinstance(error, GradpostError) and self._client.pservers.pushed_round == step
+            if may_have_left or isinstance(error, NonFiniteGradient):
+                self._unfinished.note_failure(error)
             raise
         self.progress.begun = step
         self.pending = set(self._parameters)
 
-    def _clip(self, step: Round, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _clip(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the gradients as `clip_grad_norm_` leaves them, and note their norm, if there is a `max_grad_norm`.
 
-        Raises NonFiniteGradient under `nonfinite=reject`, before the norm spreads NaN to all gradients.
+        Gradients that will be rejected stay as they are: their norm would spread NaN to all of them.
         """
         max_norm = self._client.run.max_grad_norm
         if max_norm is None:
             return gradients
         norm = torch.nn.utils.get_total_norm(gradients.values())
-        if self._client.run.nonfinite == "reject" and not torch.isfinite(norm):
-            culprit = next((name for name, gradient in gradients.items() if not is_finite(gradient)), None)
-            if culprit is not None:
-                raise NonFiniteGradient(f"NaN or infinity in the gradient of {culprit!r} in step {step}")
+        is_suspect = self._client.run.nonfinite == "reject" and not torch.isfinite(norm)
+        if is_suspect and not all(map(is_finite, gradients.values())):
+            return gradients
         self._client.results.grad_norm = float(norm)
         coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)  # float32, whose bits are those of torch
         return {name: gradient * coefficient.to(gradient.device) for name, gradient in gradients.items()}
@@ -233,7 +244,7 @@ class PserverEngine:
             self._loading.note_pulled(newest)
             self._write_back(newest, self.pending if self._overlap_pulls else set(self._parameters))
             if newest == self.progress.begun:
-                if not self._is_async and newest not in self._client.results.outcomes.skipped:
+                if not self._is_async and newest not in self._client.results.skipped:
                     self._averages.warn_of_differences(self._client.log)
                 if not self._overlap_pulls:  # else later forward passes have changed the buffers
                     self._averages.write_back()
@@ -243,10 +254,13 @@ class PserverEngine:
         """Follow a rollback: see `_go_back`. Raises any other error, with which all steps on their way have failed."""
         if isinstance(error, RolledBack):
             return self._go_back(error)
+        self._note_failure(error)
+        raise error
+
+    def _note_failure(self, error: BaseException) -> None:
         self.progress.begun = self._pipeline.newest_pulled  # the steps after a failed step have failed with it
         self.pending = set()
         self._unfinished.note_failure(error)
-        raise error
 
     def warn_of_last_steps(self) -> None:
         """Warn of steps that the run lacks, or whose parameters the script did not get. The trainer is done."""
@@ -265,12 +279,12 @@ class PserverEngine:
 
     # ------------------------------------------------------------------ optimizer state
 
-    def load_optimizer_state(self, states: ParameterStates) -> None:
-        """Push the state of these parameters with the next step, if the run accepts it. Does not block."""
-        self._loading.load(states, self.progress.begun)
+    def load_optimizer_state(self, names: Collection[str], states: ParameterStates) -> None:
+        """Push this state of these parameters with the first step, unless the run has rounds. Does not block."""
+        self._loading.load_states(names, states, self.progress.begun)
 
-    def pull_optimizer_state(self, needed: Callable[[str, StepState], Sequence[str]]) -> ParameterStates:
-        """Wait for the newest step and return its state, and for it the loaded state that was not pushed.
+    def pull_optimizer_state(self, names: Collection[str]) -> ParameterStates:
+        """Wait for the newest step and return the state of these parameters, or before the first step the loaded state.
 
         A host's leader waits for no step, and does not go back, without the other processes: raises BadModel if steps
         are on their way, RolledBack if the run goes back.
@@ -281,11 +295,10 @@ class PserverEngine:
             elif self.progress.version < self.progress.begun:
                 raise BadModel("steps are in flight. Call synchronize() in all processes of the host first")
             try:
-                pulled = self._io.run(pull_optimizer_state(self._client, self.progress.version, needed))
+                pulled = self._client.io.run(pull_optimizer_state(self._client, self.progress.version, names))
             except RolledBack as error:
                 if self._leads_host:
                     raise
                 self._go_back(error)
             else:
-                states = {**pulled, **self._loading.states}
-                return {name: state for name, state in states.items() if state is not NO_STATE}
+                return {**pulled, **self._loading.states}

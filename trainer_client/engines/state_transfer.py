@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ps_protocol.frames import encode_header
-from ps_protocol.optimizers import FRESH, MASTER, StepState, slot_key, write_states
+from ps_protocol.optimizers import FRESH, MASTER, SLOTS, StepState, slot_key, write_states
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import Block, Round
@@ -18,45 +18,46 @@ from ..client.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTE
 from ..client.pserver_client import PserverClient
 from ..client.run_client import RunClient
 from ..transport.tensors import writable_bytes
-from .torch_state import NO_STATE, ParameterState, ParameterStates, split_masters
+from ..transport.work import Work
+from .torch_state import ParameterState, ParameterStates, split_masters
 
 T = TypeVar("T", bound=memoryview | StepState)
 
 
-async def pull_optimizer_state(
-    client: RunClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
-) -> dict[str, ParameterState]:
-    """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
+def pull_optimizer_state(
+    client: RunClient, round_: Round, names: Iterable[str], slots: Collection[str] = ()
+) -> Work[dict[str, ParameterState]]:
+    """Return the state of these parameters as of a round that this trainer has pulled, in newly allocated memory.
 
-    Waits for pservers only. `needed` says which slots of a parameter are wanted; a slot that no pserver has is zeros.
+    It has these slots, or by default all that the optimizer may have, with the master of a 16-bit parameter. Slots that
+    no pserver has are zeros. Waits for pservers only.
     """
-    held = await client.pservers.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
+    plan = client.run.plan
+    assert plan.optimizer is not None  # the plan of a run always has an optimizer
+    held = yield from client.pservers.ask_all(lambda pserver: pserver.describe_optimizer_state(round_))
     found: dict[str, ParameterState] = {}
     wanted: list[dict[str, memoryview]] = [{} for _ in held]
-    for name, blocks in client.run.plan.blocks_of.items():
-        if name in client.run.plan.buffer_rules:
-            continue  # a buffer has no slots
+    for name in names:
+        blocks, spec = plan.blocks_of[name], plan.parameter[name]
+        masters = () if spec.dtype == "F32" else (MASTER,)
         # In asynchronous modes blocks may differ for a moment; a checkpoint that is sliced again uses the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
-        names = needed(name, state)
-        if state == FRESH and not names:
-            continue
-        size = client.run.plan.parameter[name].num_elements
-        slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in names}
-        found[name] = ParameterState(state, slots)
+        kept = slots or (masters if state == FRESH else (*SLOTS[plan.optimizer.rule(spec.group)], *masters))
+        tensors = {slot: torch.zeros(spec.num_elements, dtype=torch.float32, device="cpu") for slot in kept}
+        found[name] = ParameterState(state, tensors)
         for block in blocks:
-            for slot, tensor in slots.items():
+            for slot, tensor in tensors.items():
                 if slot in held[block.pserver].slots:
                     data = writable_bytes(tensor[block.begin : block.end])
                     wanted[block.pserver][slot_key(slot, block.name)] = data
     portion_bytes = client.settings.chosen_bucket_bytes
-    await client.pservers.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
+    yield from client.pservers.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
     return found
 
 
-async def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, memoryview], portion_bytes: int) -> None:
+def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, memoryview], portion_bytes: int) -> Work[None]:
     for portion in _portions(wanted.items(), portion_bytes):
-        await pserver.get_optimizer_state(round_, dict(portion))
+        yield from pserver.get_optimizer_state(round_, dict(portion))
 
 
 def _portions(items: Iterable[tuple[str, T]], max_bytes: int) -> Iterator[list[tuple[str, T]]]:
@@ -78,7 +79,7 @@ class StateFrames(NamedTuple):
     """The frames of optimizer state that go to one pserver with a contribution."""
 
     frames: list[FrameParts]
-    num_slots: int  # the number of slots and step states in the frames
+    num_entries: int  # the number of slots and step states in the frames
 
 
 def make_state_frames(
@@ -128,65 +129,53 @@ def _encode(portion: Sequence[tuple[str, memoryview | StepState]]) -> FrameParts
 
 
 class Loading:
-    """Optimizer state and values that one trainer has loaded. No method blocks.
+    """Optimizer state and values of parameters that the script has loaded. No method blocks.
 
-    State that is loaded after round r *waits* for step r + 1, which is repeated if the run goes back to r. It is
-    *applied* once a later version than r was pulled. If the run then goes back to r or before, it is lost.
-    Before the first round only the trainer that brings the initial values pushes loaded state.
+    Both are pushed with the next step, so that all pservers have them or none. A rollback to the round before that step
+    repeats it with them; a rollback behind that round loses them. State is loaded before the first step only. What is
+    loaded then counts in the trainer that brings the initial values.
     """
 
     def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` are those of the script, which has its values in them by the next step."""
-        self._parameters = parameters
-        self.states: ParameterStates = {}  # the state that waits; NO_STATE removes that of a parameter
-        self._masters: Mapping[str, Tensor] = {}  # the values that wait, by parameter, (numel,) float32
-        self._frames: list[StateFrames] = []  # the encoded state and values, once they are needed
         self._client = client
-        self._after: Round = -1  # r; -1: nothing was loaded, or it is lost
+        self._parameters = parameters
+        self.states: ParameterStates = {}  # waits for the first step
+        self._masters: Mapping[str, Tensor] = {}  # wait for the next step, by parameter, (numel,) float32
+        self._frames: list[StateFrames] = []  # the encoded state and values, once they are needed
+        self._after: Round = -1  # the round after which they were loaded; -1: nothing was loaded, or it is lost
         self._has_stepped = False  # this incarnation of the trainer has stepped
 
     @property
     def _is_waiting(self) -> bool:
         return bool(self.states or self._masters)
 
-    def load(self, states: ParameterStates, begun: Round) -> None:
-        """Push the state of these parameters with the step after `begun`, in place of earlier state that waits."""
-        if not self._is_pushed_here(begun):
-            return
-        if self._belongs_to_run(begun):
+    def load_states(self, names: Collection[str], states: ParameterStates, begun: Round) -> None:
+        """Push this state of these parameters with the first step, in place of state that was loaded before."""
+        if begun > 0:
             self._client.log.info(f"the run is at round {begun} and has slots of its own: the loaded slots are ignored")
-            return
-        before = self.states if self._after == begun else {}
-        waiting = {**before, **states}
-        if begun == 0:  # there is nothing that NO_STATE could remove
-            waiting = {name: state for name, state in waiting.items() if state is not NO_STATE}
-        if before or waiting:
+        elif self._brings_values:
             self._begin(begun)
-            self.states = waiting
+            self.states = {**{name: self.states[name] for name in self.states.keys() - names}, **states}
 
     def load_masters(self, values: Mapping[str, Tensor], begun: Round) -> None:
         """Push these values of parameters, (numel,) float32, with the step after `begun`."""
-        if self._belongs_to_run(begun):
+        if not self._has_stepped and begun > 0:
             self._client.log.warning(
                 f"the run is at round {begun} and has parameters of its own: the values that this script has "
                 "loaded are ignored, and training continues from the run's values. Load a checkpoint only if "
                 "optimizer.round is 0"
             )
-            return
-        if self._is_pushed_here(begun):
+        elif begun > 0 or self._brings_values:
             self._begin(begun)
             self._masters = {**self._masters, **values}
 
-    def _is_pushed_here(self, begun: Round) -> bool:
-        # Later the trainer of the initial values may be gone, and the state of the lowest rank in the round counts.
-        is_alone = begun == 0 or self._client.joined.consistency.is_async
-        return not is_alone or self._client.uploader == self._client.joined.rank
-
-    def _belongs_to_run(self, begun: Round) -> bool:
-        return not self._has_stepped and begun > 0
+    @property
+    def _brings_values(self) -> bool:
+        return self._client.uploader == self._client.joined.rank
 
     def _begin(self, begun: Round) -> None:
-        if self._after != begun:  # earlier state has left with its step
+        if self._after != begun:  # earlier values have left with their step
             self._forget()
         self._after, self._frames = begun, []
 
@@ -203,17 +192,17 @@ class Loading:
         return self._frames
 
     def note_pulled(self, version: Round) -> None:
-        """Note that this version, which may contain the loaded state, was pulled."""
+        """Note that this version, which may contain what was loaded, was pulled."""
         if version > self._after:
             self._forget()
 
     def note_rollback(self, version: Round) -> None:
-        """Note that the run continues after this version, which may contain the loaded state, or is without it."""
+        """Note that the run continues after this version, which may contain what was loaded, or is without it."""
         self.note_pulled(version)
         if version < self._after or (version == self._after and not self._is_waiting):
             self._forget()
             self._after = -1
-            self._client.log.warning("the state that this script has loaded is lost with the steps after it")
+            self._client.log.warning("what this script has loaded is lost with the steps after it")
 
     def _forget(self) -> None:
         self.states, self._masters, self._frames = {}, {}, []

@@ -34,7 +34,9 @@ class StepMemory:
         if self._is_apart:
             self.received = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
         self.follow_parameters()
-        self.discard_pushes()
+        self.gradients: dict[str, Tensor] = {}  # host copies of gradients on a device, by parameter name, (numel,)
+        size, feedback = client.settings.chosen_bucket_bytes, client.pservers.feedback
+        self.buckets = PushBuckets(make_buckets(plan, bucket_bytes=size, feedback=feedback))
 
     def follow_parameters(self) -> None:
         """Use the memory that the parameters have now, unless this set is separate."""
@@ -53,11 +55,3 @@ class StepMemory:
         """Pull all blocks the next time, because the received values may have changed."""
         for destination in self.destinations:
             destination.base = None
-
-    def discard_pushes(self) -> None:
-        """Replace the memory that gradients leave from, because a cancelled request may still read it."""
-        feedback, settings = self._client.pservers.feedback, self._client.settings
-        self.gradients: dict[str, Tensor] = {}  # host copies of gradients on a device, by parameter name, (numel,)
-        self.buckets = PushBuckets(
-            make_buckets(self._client.run.plan, bucket_bytes=settings.chosen_bucket_bytes, feedback=feedback)
-        )

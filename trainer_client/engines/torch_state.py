@@ -40,8 +40,7 @@ class ParameterState(NamedTuple):
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
-NO_STATE = ParameterState(FRESH, {})  # of a parameter that was never stepped, or whose state is removed
-ParameterStates = Mapping[str, ParameterState]  # by parameter name; a parameter that was never stepped has none
+ParameterStates = Mapping[str, ParameterState]  # by parameter name
 
 
 def needed_slots(
@@ -91,13 +90,13 @@ def write_state(
     state: dict[Tensor, Any] = {}
     for index, group in enumerate(groups):
         for parameter in group["params"]:
-            found = states.get(names[id(parameter)])
-            if found is None and spec.rule(index) == "Adagrad":  # torch fills its sums before the first step
+            rule, (steps, held) = spec.rule(index), states.get(names[id(parameter)], ParameterState(FRESH, {}))
+            slots = {slot: held[slot] for slot in needed_slots(rule, group, steps, parameter.dtype) if slot in held}
+            if rule == "Adagrad" and steps == FRESH:  # torch fills its sums before the first step
                 start = float(group["initial_accumulator_value"])
-                filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
-                found = ParameterState(FRESH, {"sum": filled})
-            if found is not None:
-                state[parameter] = _write(spec.rule(index), found, parameter.shape)
+                slots = {"sum": torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")}
+            if slots or steps != FRESH:
+                state[parameter] = _write(rule, ParameterState(steps, slots), parameter.shape)
     return state
 
 

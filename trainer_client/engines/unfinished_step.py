@@ -20,7 +20,7 @@ class UnfinishedStep:
     state     reached by                                             the next try may have
     ========  =====================================================  =============================================
     none      any other error                                        any gradients
-    rejected  NonFiniteGradient: pservers keep the staged blocks     any gradients; a ContributionConflict is final
+    rejected  NonFiniteGradient: other buckets may have left early   any gradients; a ContributionConflict is final
     kept      an interrupt, or a pserver that is unreachable:        the kept gradients, which `synchronize` pushes
               pservers may have counted the step
     lost      the same with several steps on their way, whose        none

@@ -1,1 +1,1 @@
-"""`RemoteOptimizer`, and what attaches to a script's optimizer, model, gradient scaler and data loader."""
+"""`RemoteOptimizer`, and what attaches to a script's optimizer, model and data loader."""

@@ -103,13 +103,15 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
     parameters, stored = model.describe(work.optimizer)
     local_steps = session.client.settings.local_steps
     digests = describe_model(parameters, stored, work.spec, local_steps=local_steps, device=device.type)
+    host.connect()
+    first, *others = host.gather(digests)
+    for process, theirs in enumerate(others, 1):
+        check_alike(first, theirs, process)
     if not host.is_leader:
-        return StartedEngine(HostFollower(session, host, model, digests, device, work.local), None)
+        return StartedEngine(HostFollower(session, host, model, device, work.local), None)
     with host.reporting_failure():
-        for process, line in enumerate(host.receive("model"), 1):
-            check_alike(digests, line["model"], process)
         started = _start_trainer(session, work, device)
-        return started._replace(engine=HostLeader(session, host, model, device, started.engine))
+    return started._replace(engine=HostLeader(session, host, model, device, started.engine))
 
 
 def _start_trainer(session: Session, work: DividedWork, device: torch.device) -> StartedEngine:
@@ -119,7 +121,7 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
     spec = work.spec.with_buffers(model.averages.groups)
     group = Group(session, device) if client.joined.consistency.is_ring else None
     rendezvous = None if group is None else group.offer()
-    session.io.run(client.declare(parameters, spec, stored, model.aliases, rendezvous))
+    client.declare(parameters, spec, stored, model.aliases, rendezvous)
     if group is not None:
         group.open(client.run.rendezvous)
         ring = RingEngine(session, model, work.optimizer, group)
@@ -131,7 +133,7 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
     engine = PserverEngine(session, model, work.local)
     session.finish = engine.warn_of_last_steps
     if work.initial_state:
-        engine.load_optimizer_state(work.initial_state)
+        engine.load_optimizer_state(model.parameters.keys(), work.initial_state)
     return StartedEngine(engine, engine)
 
 

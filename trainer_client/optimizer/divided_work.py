@@ -39,8 +39,13 @@ class DividedWork:
         """The number of the script's optimizers. Each takes a step with a batch."""
         return max(1, len(self.spec.members))
 
-    def contribute(self, is_finite: bool, scaler: list[HyperParameters]) -> StepGradients | None:
-        """Return the contribution of a step, with the state of a GradScaler; None after a local step but the last."""
+    @property
+    def has_rounds(self) -> bool:
+        """True if each step is a round of all trainers."""
+        return not self.is_async and self.local is None
+
+    def contribute(self, is_finite: bool) -> StepGradients | None:
+        """Return the contribution of a step; None after a local step but the last."""
         if self.local is None:
             gradients = self.flattening.flatten(self.model.parameters)
         elif self.local.step():
@@ -49,7 +54,7 @@ class DividedWork:
             return None
         found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
         buffers: list[HyperParameters] = [{"lr": self.buffer_rate} for _ in self.model.averages.groups]
-        return StepGradients(gradients, Completion(0, [*found, *buffers, *scaler]), is_finite)
+        return StepGradients(gradients, Completion(0, [*found, *buffers]), is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:

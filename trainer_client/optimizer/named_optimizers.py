@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -54,20 +53,15 @@ class NamedOptimizer(WrappingOptimizer):
         `RemoteOptimizer.step`.
         """
         if getattr(self, "found_inf", None) is not None:
-            _refuse_scaler()
+            raise BadModel("a GradScaler needs a run with one optimizer. Use bfloat16, whose losses need no scaling")
         vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._follow_groups()
-        self._state.check_reset()
+        self._state.check_changes()
         with self._set_others_aside():
             step_without_hooks(self.remote)
         return loss
-
-    @property
-    def scaling(self) -> NoReturn:
-        """Raise BadModel, as a `gradpost.GradScaler` asks for it."""
-        _refuse_scaler()
 
     @contextmanager
     def _set_others_aside(self) -> Iterator[None]:
@@ -82,10 +76,6 @@ class NamedOptimizer(WrappingOptimizer):
 
     def __repr__(self) -> str:
         return f"NamedOptimizer({self.name!r}, {self.remote!r})"
-
-
-def _refuse_scaler() -> NoReturn:
-    raise BadModel("a GradScaler needs a run with one optimizer. Use bfloat16, whose losses need no scaling")
 
 
 @hide_frames

@@ -47,7 +47,6 @@ class Overlap:
         self._engine = engine
         self._accumulate_steps = session.client.settings.accumulate_steps
         self._flattening = flattening
-        self.unscale: Callable[[Tensor], None] | None = None
         self._watched: set[str] = set()
         self._num_passes: Counter[str] = Counter()  # backward passes of this step by parameter
         self._added: dict[str, tuple[Tensor, int]] = {}  # gradients, and their versions when they were added
@@ -97,8 +96,6 @@ class Overlap:
     def _add(self, name: str, gradient: Tensor) -> None:
         if self._waits is not None:
             self._waits.wait()  # a push implies that the round before was pulled
-        if self.unscale is not None:
-            self.unscale(gradient)
         if self._waits is None or not self._waits.is_rolled_back:
             self._engine.add_gradient(name, self._flattening.flat(name, gradient))
 
@@ -107,15 +104,6 @@ class Overlap:
         if not self._added:
             self._num_passes.clear()
 
-    def unsent_gradients(self) -> list[Tensor]:
-        """Return the gradients of this step that were not added."""
-        return [p.grad for name, p in self._parameters.items() if p.grad is not None and name not in self._added]
-
-    def wait(self) -> None:
-        """Wait for the newest step's parameters, if `step` has not."""
-        if self._waits is not None:
-            self._waits.wait()
-
     def finish_pull(self) -> bool:
         """Wait for the newest step's parameters; return True if the run went back, which makes the gradients void."""
         if self._waits is None or not self._waits.finish():
@@ -123,17 +111,9 @@ class Overlap:
         self._begin()
         return True
 
-    def finish_passes(self, *, is_scaled: bool) -> None:
-        """Begin the next step. Raises BadInput (`gradient_changed`) if a gradient has changed after it was added.
-
-        `is_scaled`: torch's GradScaler has yet to unscale the gradients, for which BadModel is raised.
-        """
+    def finish_passes(self) -> None:
+        """Begin the next step. Raises BadInput (`gradient_changed`) if a gradient has changed after it was added."""
         try:
-            if is_scaled:
-                raise BadModel(
-                    "with overlap=True, gradients are sent before torch's GradScaler unscales them. Use "
-                    "gradpost.GradScaler(optimizer), bfloat16, which needs no GradScaler, or overlap=False"
-                )
             self._check_added()
         except GradpostError:
             self._engine.discard_gradients()

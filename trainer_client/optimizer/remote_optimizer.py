@@ -22,11 +22,11 @@ from ..session.frames import hide_frames
 from ..session.session import Session, use_session
 from .choice import check_combination, make_state, start_engine
 from .divided_work import divide_work
+from .loss_scaling import check_scaling, unscale_gradients
 from .overlap import attach_overlap
 from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .step_measures import StepMeasures
-from .step_scaling import StepScaling
 from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters
 
 
@@ -69,7 +69,7 @@ class RemoteOptimizer(WrappingOptimizer):
     Raises BadInput or ModelMismatch before anything was sent to a pserver, and Ended once the run has ended.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler leaves scale and overflow to `step`
+    _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
     @show_arguments
     @hide_frames
@@ -103,13 +103,12 @@ class RemoteOptimizer(WrappingOptimizer):
         self._share(state, lambda: self._session.is_open)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         progress = self._engine.progress
-        self.scaling = StepScaling(self._session, self, self._work, progress, self._overlap)
         self._measures = StepMeasures(
             optimizer,
             tensors.parameters,
             client.coordinator.report_measures,
             client.log,
-            expects_whole=self.scaling.is_shared and self._session.world_size > 1,
+            expects_whole=self._work.has_rounds and self._session.world_size > 1,
         )
         self._batches = ResumableBatches(
             lambda: Position(progress.num_rollbacks, progress.begun // self._work.num_optimizers),
@@ -217,30 +216,36 @@ class RemoteOptimizer(WrappingOptimizer):
 
         Blocks for the round; with local steps only every `local_steps` calls take part in one. A parameter whose `grad`
         is None is skipped, as in torch. A `closure` is called once, before the step, and its loss is returned. A
-        trainer whose GradScaler finds overflow takes part without gradients; `nonfinite=skip_round` skips the round.
+        trainer whose `torch.amp.GradScaler` finds overflow takes part without gradients, and the round is skipped.
 
         Raises:
-            NonFiniteGradient: under `nonfinite=reject`. Gradients that are staged stay, so only the same gradient with
-                the faulty elements replaced may be tried again.
+            NonFiniteGradient: under `nonfinite=reject`, before anything is pushed. The step may be taken again. If
+                other gradients have left early (`overlap`, or gradients on a device), they must be the same again; in a
+                ring the script must restart.
             Ended and its children: the run has ended.
 
         """
         self._session.check_open("step()")
+        policy = self._session.client.run.nonfinite if self._work.has_rounds else None
+        check_scaling(self, policy, is_overlapped=self._overlap is not None)
         vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
         with torch.enable_grad():
             loss = None if closure is None else closure()
         if self._overlap is not None and self._overlap.finish_pull():
             return loss  # the run went back: the gradients are of a step that is lost
         self._follow_groups()
-        self._state.check_reset()
+        self._state.check_changes()
         self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
         try:
             if self._overlap is not None:
-                self._overlap.finish_passes(is_scaled=getattr(self, "found_inf", None) is not None)
-            contribution = self._work.contribute(self.scaling.unscale(), self.scaling.describe())
+                self._overlap.finish_passes()
+            contribution = self._work.contribute(unscale_gradients(self, self._work.model.parameters.values()))
             if contribution is not None:
                 with self._measures.step(contribution.gradients), self._session.client.metrics.step_seconds.time():
                     self._engine.step(contribution)
+        except BaseException:
+            self._engine.discard_gradients()  # those that have left early belong to no later step
+            raise
         finally:
             self._guard.note()
         return loss

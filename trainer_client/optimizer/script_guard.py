@@ -34,6 +34,7 @@ class ScriptGuard:
         has_samples = not settings.overlap_pulls
         self.watch = None if settings.local_steps else ParameterWatch(model.parameters, has_samples=has_samples)
         self._engine = engine
+        self._is_noted = True  # False while the engine writes, and after an interrupt of that
         self.has_read_position = False
         self._num_without = 0  # first steps without a gradient; FIRST_STEPS after the first step with one
         self._optimizer = optimizer
@@ -48,6 +49,11 @@ class ScriptGuard:
         self._values_at_start: Digests | None = digest_values(self._parameters)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model.module, self._parameters))
 
+    @property
+    def has_stepped(self) -> bool:
+        """True once this script has called `step()`."""
+        return self._values_at_start is None
+
     @contextmanager
     def noting_rollback(self) -> Iterator[None]:
         """Note the values of the parameters if the run goes back within the block."""
@@ -60,6 +66,13 @@ class ScriptGuard:
         """Note the values of the parameters, which the script must not change from now on."""
         if self.watch is not None:
             self.watch.note()
+        self._is_noted = True
+
+    def _check_values(self) -> None:
+        """Raise BadModel for changes by the script, and expect those of the engine until `note`."""
+        if self.watch is not None and self._is_noted:
+            self.watch.check()
+        self._is_noted = False
 
     def check(self, wrapped: Optimizer, *, follows_schedule: bool) -> None:
         """Adopt the values that were loaded before the first step. Raises BadModel for other changes by the script."""
@@ -73,8 +86,7 @@ class ScriptGuard:
         self._warn_of_absent_gradients()
         self._follow_memory()
         if self._values_at_start is None:
-            if self.watch is not None:
-                self.watch.check()
+            self._check_values()
             return
         changed, self._values_at_start = find_rewritten(self._parameters, self._values_at_start), None
         if changed:
@@ -99,13 +111,13 @@ class ScriptGuard:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Wait for the steps on their way. Raises BadModel for changes that their parameters would overwrite."""
-        if self.watch is not None and self._engine.progress.begun != self._engine.progress.version:
-            self.watch.check()
-        is_written = True
+        if self._engine.progress.begun != self._engine.progress.version:
+            self._check_values()
+        was_noted, is_written = self._is_noted, True
         try:
             is_written = self._engine.synchronize()
         finally:
-            if is_written:
+            if is_written or not was_noted:
                 self.note()
 
     @contextmanager

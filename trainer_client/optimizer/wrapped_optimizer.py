@@ -80,12 +80,12 @@ class WrappingOptimizer(Optimizer):
 
     @hide_frames
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the hyperparameters now, and the state with the next step: that of the lowest rank. Does not block.
+        """Load the hyperparameters now, and the state with the first step: that of the lowest rank. Does not block.
 
-        Other trainers may call it or not; at the start their state is only checked. Before the first step of a trainer
-        that was restarted, or in a resumed run, state is not loaded: the run has its own. With local steps, and in a
-        ring, the state is the wrapped optimizer's own, and all trainers must load the same. Raises BadInput for a
-        `state_dict` that does not fit; then nothing has changed.
+        Other trainers may call it or not, and their state is only checked. A trainer that was restarted, or a resumed
+        run, does not load state: the run has its own. With local steps, and in a ring, the state is the wrapped
+        optimizer's own, and all trainers must load the same, at any time. Raises BadInput for a `state_dict` that does
+        not fit, and BadModel after the first step; then nothing has changed.
         """
         handle = self.register_load_state_dict_pre_hook(  # the last hook that changes the argument
             lambda _, loaded: self._state.load(loaded)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
-from ps_protocol.optimizers import OptimizerSpec, StepState
+from ps_protocol.optimizers import OptimizerSpec
 
 from ..engines.pserver import PserverEngine
-from ..engines.torch_state import NO_STATE, ParameterState, full_groups, needed_slots, read_state, write_state
+from ..engines.torch_state import full_groups, read_state, write_state
 from ..session.session import Session
 from .script_guard import ScriptGuard
 
@@ -30,34 +30,17 @@ class InitializedState(defaultdict[Tensor, Any]):
 
 
 class EmptyState(InitializedState):
-    """The shown state while the slots are on the pservers. Raises BadModel where a script changes an entry."""
+    """The state that is shown while the slots are on the pservers."""
 
-    was_cleared = False
-
-    def clear(self) -> None:
-        """Remove all entries; `was_cleared` says that the next step begins without slots."""
-        super().clear()
-        self.was_cleared = True
-
-    def pop(self, *_: object) -> NoReturn:
-        """Raise BadModel."""
-        refuse_entries()
-
-    def __delitem__(self, _: Tensor) -> NoReturn:
-        refuse_entries()
-
-    def __setitem__(self, _: Tensor, __: object) -> NoReturn:
-        refuse_entries()
-
-    def __missing__(self, parameter: Tensor) -> Any:
-        """Return an empty entry, and keep it: what a script writes to it is found before the next step."""
-        return self.setdefault(parameter, {})
+    def clear(self) -> NoReturn:
+        """Raise BadModel, because nothing else would show that the script wants to begin without slots."""
+        refuse_changes_of_state()
 
 
-def refuse_entries() -> NoReturn:
-    """Raise BadModel for entries of `optimizer.state` that a script has set or removed."""
+def refuse_changes_of_state() -> NoReturn:
+    """Raise BadModel for a script that has changed `optimizer.state`."""
     raise BadModel(
-        "entries of optimizer.state cannot be set or removed, since the slots are on the pservers. Change what "
+        "optimizer.state cannot be changed, since the slots are on the pservers. Before the first step, change what "
         "optimizer.state_dict() returns, and give it to optimizer.load_state_dict()"
     )
 
@@ -71,8 +54,8 @@ class WrappedState(Protocol):
     def adopt_loaded(self) -> list[dict[str, Any]]:
         """Show the state again after torch has replaced it, and return the loaded groups."""
 
-    def check_reset(self) -> None:
-        """Follow a script that has cleared or replaced `state`. Raises BadModel for entries that it has added."""
+    def check_changes(self) -> None:
+        """Follow a script that has replaced `state`, or raise BadModel for one that has changed it."""
 
     def shown(self) -> AbstractContextManager[None]:
         """Show the state for `state_dict` within the block. Blocks for the newest step if pservers have the state."""
@@ -103,15 +86,15 @@ class StateInTrainer:
 
     def shown(self) -> AbstractContextManager[None]:
         """Implement `WrappedState.shown`."""
-        self.check_reset()
+        self.check_changes()
         return nullcontext()
 
     def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> StateInTrainer:
         """Implement `WrappedState.of_member`."""
         return StateInTrainer(member, wrapped)
 
-    def check_reset(self) -> None:
-        """Implement `WrappedState.check_reset`."""
+    def check_changes(self) -> None:
+        """Implement `WrappedState.check_changes`."""
         for optimizer in (self._remote, self._wrapped):
             if optimizer.state is not self._state:
                 self._share(optimizer.state)
@@ -152,25 +135,15 @@ class StateOnPservers:
         self._session.check_open("state_dict()")
         if self._session.host is None:
             self._guard.synchronize()
-        self.check_reset()
-        groups = {
-            self._names[id(p)]: (i, p) for i, group in enumerate(self._remote.param_groups) for p in group["params"]
-        }
-
-        def needed(name: str, state: StepState) -> tuple[str, ...]:
-            if name not in groups:
-                return ()
-            index, parameter = groups[name]
-            return needed_slots(self._spec.rule(index), self._remote.param_groups[index], state, parameter.dtype)
-
+        self.check_changes()
         if self._engine is not None:
             with self._guard.noting_rollback():
-                slots = self._engine.pull_optimizer_state(needed)
+                slots = self._engine.pull_optimizer_state(self._names.values())
             self._state.update(write_state(self._spec, full_groups(self._remote), self._names, slots))
         try:
             yield
         finally:
-            dict.clear(self._state)  # unlike a reset by the script, this is not noted
+            dict.clear(self._state)
 
     def of_member(self, member: Optimizer, wrapped: Optimizer, name: str) -> StateOnPservers:
         """Implement `WrappedState.of_member`. The run has the state of `wrapped`."""
@@ -180,11 +153,16 @@ class StateOnPservers:
         )
 
     def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Implement `WrappedState.load`. The state is pushed with the next step."""
+        """Implement `WrappedState.load`. The state is pushed with the first step."""
+        if self._guard.has_stepped:
+            raise BadModel(
+                "optimizer state is loaded before the first step only. Go back to a checkpoint of the run with "
+                "`gradpost checkpoint restore`, or load the state in a new run"
+            )
         slots = read_state(self._spec, full_groups(self._remote), self._names, state_dict)
         pairs = zip(self._remote.param_groups, state_dict["param_groups"], strict=True)
         if self._engine is not None:
-            self._engine.load_optimizer_state({**self._without_state(), **slots})
+            self._engine.load_optimizer_state(self._names.values(), slots)
         return {**state_dict, "state": {}, "param_groups": [{**group, **theirs} for group, theirs in pairs]}
 
     def adopt_loaded(self) -> list[dict[str, Any]]:
@@ -192,15 +170,7 @@ class StateOnPservers:
         self._show()
         return self._remote.param_groups
 
-    def check_reset(self) -> None:
-        """Implement `WrappedState.check_reset`. The next step begins without state."""
-        replaced = [one for one in (self._remote, self._wrapped) if one.state is not self._state]
-        if any(self._state.values()) or any(one.state for one in replaced):
-            refuse_entries()
-        if replaced or self._state.was_cleared:
-            self._show()
-            if self._engine is not None:
-                self._engine.load_optimizer_state(self._without_state())
-
-    def _without_state(self) -> dict[str, ParameterState]:
-        return dict.fromkeys(self._names.values(), NO_STATE)
+    def check_changes(self) -> None:
+        """Implement `WrappedState.check_changes`."""
+        if any(one.state is not self._state for one in (self._remote, self._wrapped)) or any(self._state.values()):
+            refuse_changes_of_state()

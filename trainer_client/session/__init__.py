@@ -1,1 +1,1 @@
-"""The session of a process: its I/O thread, its place on its host, and the end of its script."""
+"""The session of a process: its place in the run and on its host, and the end of its script."""

@@ -19,11 +19,9 @@ from ..client.run_client import RunClient
 from ..client.settings import read_settings, show_arguments
 from .frames import drop_frames, hide_frames
 from .host import Host
-from .io_thread import IoThread
 from .rendezvous import HostPlace, find_place
 from .script_end import outcome_of, watch_end
 
-CLOSE_SECONDS = 15.0
 ALONE = (
     "gradpost: GRADPOST_COORDINATOR is not set, so this process trains alone. To train on a cluster: gradpost up -- "
     "python train.py"
@@ -42,14 +40,11 @@ class Session:
 
     @show_arguments
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
-        self.io = IoThread()
-        try:
-            self.client, place = self.io.run(_make_client(coordinator, **arguments))
-            self.host = None if place is None else Host(place, self.client, self.io)
-            self._joined = self.io.run(self.client.join() if self.host is None else self.host.join())
-        except BaseException:
-            self.io.close()
-            raise
+        self.client, place = _make_client(coordinator, **arguments)
+        self.io = self.client.io
+        self.host = None if place is None else Host(place, self.client)
+        self._joined = self.client.join() if self.host is None else self.host.join(self.client.join)
+        self._pid = os.getpid()
         self._is_open = True
         self._reported: set[str] = set()  # names
         self.finish: Callable[[], object] = lambda: None
@@ -94,11 +89,19 @@ class Session:
     @property
     def is_open(self) -> bool:
         """True while this trainer is in the run; False in a process that was forked from it."""
-        return self._is_open and not self.io.is_inherited
+        return self._is_open and os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child: a fork copies the memory of a process, and none of its threads."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"process {self._pid} joined the run, and process {os.getpid()}, which was forked from it, has none of "
+                "its connections: call connect() in the child process that trains, and not before it is forked"
+            )
 
     def check_open(self, call: str) -> None:
         """Raise RuntimeError unless this process is still in the run; `call` is named in the error."""
-        self.io.check_process()
+        self.check_process()
         if not self._is_open:
             raise RuntimeError(
                 f"the session is closed, and this trainer has left the run: call {call} before close(), or before the "
@@ -129,7 +132,8 @@ class Session:
 
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
-        return self.io.run(self.client.summary())
+        self.check_process()
+        return self.client.summary()
 
     def close(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.
@@ -147,18 +151,14 @@ class Session:
             _current = None
         try:
             if outcome == "done":
-                self.io.run(self.client.finish())
-            if self.host is not None:
-                self.io.run(self.host.leave(outcome, reason))
-            if outcome == "done":
                 outcome, reason, code = self._finish_steps()
-            self._leave(outcome, reason, code)
+            self.client.leave(outcome, reason, code)
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
+            self.client.coordinator.stop_heartbeats()
             for stream in self._streams:
                 stream.remove()
-            self.io.close()
 
     def _keep_output(self) -> None:
         """Keep the newest lines of the script from now on, for the coordinator, unless a setting switches this off."""
@@ -175,17 +175,14 @@ class Session:
     def _finish_steps(self) -> tuple[str, str, str | None]:
         """Finish what the engine has left to do; return the outcome, its reason and its code."""
         try:
+            self.io.run(self.client.finish())
             self.finish()
         except GradpostError as error:
             return outcome_of(error)
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
-            self._leave(*outcome_of(error))
+            self.client.leave(*outcome_of(error))
             raise
         return outcome_of(None)
-
-    def _leave(self, outcome: str, reason: str, code: str | None) -> None:
-        patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
-        self.io.wait(self.io.start(self.client.leave(outcome, reason, code)), timeout=patience + CLOSE_SECONDS)
 
     def __enter__(self) -> Session:
         return self
@@ -194,10 +191,8 @@ class Session:
         self._close_after(error)
 
 
-async def _make_client(
-    coordinator: str | None, **arguments: Unpack[TrainerArguments]
-) -> tuple[RunClient, HostPlace | None]:
-    """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
+def _make_client(coordinator: str | None, **arguments: Unpack[TrainerArguments]) -> tuple[RunClient, HostPlace | None]:
+    """Make the client. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
     settings = read_settings(coordinator=coordinator, **arguments)
@@ -214,7 +209,7 @@ async def _make_client(
 def open_session() -> Session | None:
     """Return the session that `connect` made, as long as it is open. Raises RuntimeError if a parent process did."""
     if _current is not None:
-        _current.io.check_process()
+        _current.check_process()
     return _current if _current is not None and _current.is_open else None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +16,7 @@ from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
 from .tensors import has_wire_layout, writable_bytes
+from .work import CHECK_SECONDS, Signal, Work
 
 
 def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -46,7 +45,7 @@ def write_back(tensors: Mapping[str, Tensor], pulled: Mapping[str, Tensor], copi
 
 
 class PullProgress:
-    """The complete parameters of one pull: the I/O thread counts blocks, and another thread waits."""
+    """The complete parameters of one pull: the thread of the requests counts blocks, and another one waits."""
 
     def __init__(self, blocks_of: Mapping[str, Sequence[Block]]) -> None:
         """Count the blocks of each parameter, by its name."""
@@ -54,7 +53,7 @@ class PullProgress:
         self._missing = {name: len(blocks) for name, blocks in blocks_of.items()}
         self._complete: set[str] = set()
         self._is_over = False
-        self._changed = threading.Condition()
+        self._changed = Signal()
 
     def mark_complete(self, block: str) -> None:
         """Note that a block is complete. It may be repeated, with the same bytes, after a broken reply."""
@@ -64,19 +63,17 @@ class PullProgress:
         name = self._parameter_of[block]
         self._missing[name] -= 1
         if not self._missing[name]:
-            with self._changed:
-                self._changed.notify_all()
+            self._changed.set()
 
     def end(self) -> None:
         """Note that no further block will come."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._is_over = True
+        self._changed.set()
 
     def wait(self, name: str) -> bool:
         """Wait until this parameter is complete; return False if the pull has ended without it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or not self._missing[name])
+        while self._missing[name] and not self._is_over:
+            self._changed.wait(CHECK_SECONDS)
         return not self._missing[name]
 
 
@@ -135,10 +132,10 @@ class Deltas:
             self.memory[name], self.memory[name + SCALES] = writable_bytes(integers), writable_bytes(scales)
             self._blocks[name] = block, integers, scales
 
-    async def add(self, received: Collection[str]) -> None:
+    def add(self, received: Collection[str]) -> Work[None]:
         """Add the received deltas (names of tensors) to the values. An error may leave some of them added.
 
-        Yields to other tasks of the loop now and then. Raises BadInput before anything is added.
+        Lets other work go on now and then. Raises BadInput before anything is added.
         """
         names = [name for name in received if name in self._blocks]
         if set(received) != {*names, *(name + SCALES for name in names)}:
@@ -153,4 +150,4 @@ class Deltas:
             num_elements += len(self._blocks[name][0])
             if num_elements >= PIECE:
                 num_elements = 0
-                await asyncio.sleep(0)
+                yield 0.0

@@ -1,55 +1,199 @@
-"""Requests of tensors over HTTP/2 or HTTP/1.1.
+"""The requests of a trainer to its pservers: on the thread that waits for them, or on one thread of their own.
 
-They do without httpx's client, whose overhead exceeds the time of a small request.
+    step() ──► start(work) ──► wait() ──► resume all work ──► poll the sockets ──► resume all work … ──► result
+
+Requests do without httpx's client, whose overhead exceeds the time of a small request.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from inspect import GEN_RUNNING, getgeneratorstate
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import httpx
 
-from ps_config.certificates import TlsFiles, client_context
-from ps_config.control_client import ControlTransport, may_be_problem
+from ps_config.certificates import TlsFiles
+from ps_config.control_client import may_be_problem
 from ps_config.tokens import TokenPair
-from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
+from ps_http2.polled_client import PolledTransport
 from ps_http2.stream import Sink
 
-CHUNK_BYTES = 1024 * 1024
-CONNECT_SECONDS = 5.0
-PROBE_SECONDS = 5  # between TCP's own probes of a silent connection
-KEEP_SECONDS = 60.0  # services close a connection after 75 s without a request
+from .http1 import Http1Calls
+from .work import CHECK_SECONDS, Signal, Work
 
-_INTERVALS = [getattr(socket, name) for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL") if hasattr(socket, name)]
-_KEEP_ALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, option, PROBE_SECONDS) for option in _INTERVALS),
-]
+T = TypeVar("T")
 
 
-def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:
-    """Return a transport for tensors; with `local` (HTTP/2 only) for the pserver that listens on this Unix socket."""
-    return Http2Transport(tls, local) if http2 else Http1Transport(tls)
+class Started(Generic[T]):
+    """A piece of work that an exchange has started."""
 
+    def __init__(self, work: Work[T]) -> None:
+        self.is_done = False  # it has ended, or was given up
+        self.error: BaseException | None = None  # that it has ended with
+        self._work = work
+        self._result: T
+        self._is_given_up = False
+        self._ended = Signal()
 
-def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:
-    """Return an httpx client over such a transport, where its overhead does not matter."""
-    transport = make_bulk_transport(tls, http2=http2)
-    return httpx.AsyncClient(transport=transport, auth=auth, timeout=None, trust_env=False)
+    def advance(self) -> float:
+        """Resume the work, and return when to resume it again at the latest. Called by the thread of the exchange."""
+        if not self.can_go_on:
+            return math.inf
+        try:
+            if not self._is_given_up:
+                return next(self._work)
+            self._work.close()
+            self.error = RuntimeError("the work was given up")
+        except StopIteration as end:
+            self._result = end.value
+        except Exception as error:
+            self.error = error
+        except BaseException as error:
+            self.error = error
+            self._end()
+            raise
+        self._end()
+        return 0.0
+
+    def _end(self) -> None:
+        self.is_done = True
+        self._ended.set()
+
+    @property
+    def can_go_on(self) -> bool:
+        """True unless it is done, or the caller is a signal handler of the script that has interrupted it."""
+        return not self.is_done and getgeneratorstate(self._work) != GEN_RUNNING
+
+    def give_up(self) -> None:
+        """Close the work with the next `advance`."""
+        self._is_given_up = True
+
+    def wait_for_end(self, thread: threading.Thread) -> None:
+        """Block until the thread of the exchange has ended it. Raises RuntimeError if a bug ends the thread."""
+        while not self.is_done:
+            if not self._ended.wait(CHECK_SECONDS) and not thread.is_alive():
+                raise RuntimeError("the thread of the requests has ended")
+
+    def result(self) -> T:
+        """Return the result of work that is done, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        return self._result
 
 
 class Exchange:
-    """A transport with a bearer token. If the token is refused, its predecessor is sent (as `BearerAuth` does).
+    """The connections to the pservers, and the work that is under way.
 
-    With `local`, requests go to the pserver that listens on this Unix socket.
+    Without `use_thread` all work goes on while the caller is in `wait` or `make_progress`, and sleeps meanwhile. If the
+    bearer token is refused, its predecessor is sent (as `BearerAuth` does).
     """
 
-    def __init__(self, tls: TlsFiles, tokens: TokenPair | None, *, http2: bool, local: str | None = None) -> None:
-        self._transport = make_bulk_transport(tls, http2=http2, local=local)
+    def __init__(self, tls: TlsFiles, tokens: TokenPair | None) -> None:
+        self._tls = tls
         self._tokens = tokens
+        self._http2 = PolledTransport(tls)
+        self._http1: Http1Calls | None = None
+        self._running: list[Started[Any]] = []
+        self._posted: deque[Started[Any]] = deque()  # which the thread has not seen yet
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
 
-    async def begin_request(
+    # ------------------------------------------------------------------ work
+
+    def use_thread(self) -> None:
+        """Let work go on while the caller computes, on a thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="gradpost io", daemon=True)
+            self._thread.start()
+
+    def start(self, work: Work[T]) -> Started[T]:
+        """Start a piece of work: without a thread with the next `make_progress` or `wait`. An interrupt gives it up."""
+        started = Started(work)
+        try:
+            self._add(started)
+        except BaseException:
+            started.give_up()
+            self._add(started)  # again: the interrupt may have come before that
+            raise
+        return started
+
+    def _add(self, started: Started[Any]) -> None:
+        if self._thread is None:
+            self._running.append(started)
+        else:
+            self._posted.append(started)
+            self.wake()
+
+    def wait(self, started: Started[T]) -> T:
+        """Block until the work has ended, and return its result. An interrupt gives the work up."""
+        try:
+            if self._thread is not None:
+                started.wait_for_end(self._thread)
+            while not started.is_done:
+                self._poll()
+        except BaseException:
+            self.give_up(started)
+            raise
+        return started.result()
+
+    def run(self, work: Work[T]) -> T:
+        """Start a piece of work, and wait for its end."""
+        return self.wait(self.start(work))
+
+    def give_up(self, started: Started[Any]) -> None:
+        """Give up a piece of work. Once this returns, it uses no memory of the caller."""
+        started.give_up()
+        if self._thread is None:
+            self._advance()
+        else:
+            self.wake()
+            started.wait_for_end(self._thread)
+
+    def make_progress(self) -> None:
+        """Let work look again at what it waits for, and send and receive what is possible at once. Does not block."""
+        if self._thread is not None:
+            self.wake()
+            return
+        self._advance()
+        self._http2.wait(0.0)
+
+    def wake(self) -> None:
+        """Let all work look again at what it waits for. Any thread may call it."""
+        self._http2.wake()
+
+    def _poll(self) -> None:
+        due = self._advance()
+        self._http2.wait(max(0.0, due - time.monotonic()))
+
+    def _advance(self) -> float:
+        """Resume all work, and return when to do it again at the latest."""
+        due = math.inf
+        for started in self._running:
+            due = min(due, started.advance())  # 0.0 at its end, which other work may wait for
+        self._running = [started for started in self._running if not started.is_done]
+        return due
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closing:
+                while self._posted:
+                    self._running.append(self._posted.popleft())
+                self._poll()
+        finally:
+            for started in [*self._running, *self._posted]:
+                started.give_up()
+                started.advance()
+            self._running.clear()
+
+    # ------------------------------------------------------------------ requests
+
+    def send(
         self,
         method: str,
         url: str,
@@ -57,90 +201,65 @@ class Exchange:
         *,
         body: Sequence[memoryview] = (),
         sink: Sink | None = None,
-    ) -> httpx.Response:
-        """Send a request and return its response, which the caller has to close.
+        http2: bool = True,
+        local: str | None = None,
+    ) -> Work[httpx.Response]:
+        """Send a request and return its response, which was read. The body of a 200 response goes to `sink`.
 
-        The names of `headers` are in lower case. Until then neither `body` nor the memory of `sink` may be touched.
-        Raises httpx.TransportError.
+        The names of `headers` are in lower case. Until the end neither `body` nor the memory of `sink` may be touched.
+        `local` is the name of the server's Unix socket (HTTP/2 only). Raises httpx.TransportError.
         """
+        raw = [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
         response: httpx.Response | None = None
         for token in [None] if self._tokens is None else self._tokens.read():
-            if response is not None:
-                await response.aclose()  # else that request would still read the body
-            authorization = {} if token is None else {"authorization": f"Bearer {token}"}
-            response = await self._send(method, url, {**headers, **authorization}, body, sink)
+            sent = raw if token is None else [*raw, (b"authorization", f"Bearer {token}".encode("ascii"))]
+            if http2:
+                call = self._http2.begin(method, url, sent, body, sink, local=local)
+            else:
+                call = self._begin_http1(method, url, sent, body, sink)
+            try:
+                while not call.is_done:
+                    yield math.inf
+                response = call.finish()
+            finally:
+                call.cancel()
             if response.status_code != httpx.codes.UNAUTHORIZED:
                 break
         assert response is not None  # TokenPair.read returns a token or raises
+        is_problem = may_be_problem(response)
+        if is_problem:
+            response.request = httpx.Request(method, url)
+        if sink is None or is_problem:
+            response.read()
         return response
 
-    async def _send(
-        self, method: str, url: str, headers: Mapping[str, str], body: Sequence[memoryview], sink: Sink | None
-    ) -> httpx.Response:
-        if isinstance(self._transport, Http2Transport):
-            raw = [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
-            response = await self._transport.send(method, url, raw, body, sink)
-            if not may_be_problem(response):
-                return response
-        extensions = {BODY_EXTENSION: body, SINK_EXTENSION: sink}
-        request = httpx.Request(method, url, headers=headers, extensions=extensions)
-        if not isinstance(self._transport, Http2Transport):
-            response = await self._transport.handle_async_request(request)
-        response.request = request
-        return response
+    def _begin_http1(self, *request: Any) -> Any:
+        if self._http1 is None:
+            self._http1 = Http1Calls(self._tls, self.wake)
+        return self._http1.begin(*request)
 
-    async def send(
-        self, method: str, url: str, headers: Mapping[str, str], *, body: Sequence[memoryview] = ()
-    ) -> tuple[httpx.Response, bytes]:
-        """Send a request and return its response, and its body, which is small. Raises httpx.TransportError."""
-        response = await self.begin_request(method, url, headers, body=body)
-        try:
-            if may_be_problem(response):
-                return response, await response.aread()
-            return response, b"".join([part async for part in raw_parts(response)])
-        finally:
-            await response.aclose()
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._transport.aclose()
+    def close(self) -> None:
+        """Give up all work, and close all connections."""
+        if self._thread is not None:
+            self._is_closing = True
+            self.wake()
+            self._thread.join()
+            _wait_for_kernel(self._thread)
+        for started in self._running:
+            started.give_up()
+        self._advance()
+        self._http2.close()
+        if self._http1 is not None:
+            self._http1.close()
 
 
-def raw_parts(response: httpx.Response) -> AsyncIterable[bytes]:
-    """Return the parts of a response's body as they are received, without the cost of httpx's decoders."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    return response.stream
+def _wait_for_kernel(thread: threading.Thread) -> None:
+    """Wait until the kernel has ended a thread, on Linux, for at most a second.
 
-
-class Http1Transport(ControlTransport):
-    """A connection for each concurrent request to an origin; connections are kept alive.
-
-    httpx's timeouts are ignored: the caller bounds a request. When a file of `tls` has changed, new connections use it.
+    `join` returns earlier, while OpenSSL still holds a lock to free the thread's memory. A process that is forked
+    meanwhile would wait for that lock forever.
     """
-
-    def __init__(self, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
-        super().__init__(
-            verify=client_context(tls),
-            limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS),  # the number of connections has no limit
-            socket_options=_KEEP_ALIVE,
-        )
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request; the response's body is streamed. Raises httpx.TransportError and its children."""
-        request.extensions = {**request.extensions, "timeout": {"connect": CONNECT_SECONDS}}
-        if parts := request.extensions.get(BODY_EXTENSION):
-            request.headers["content-length"] = str(sum(map(len, parts)))
-            request.stream = _Body(parts)
-        return await super().handle_async_request(request)
-
-
-class _Body(httpx.AsyncByteStream):
-    """A body in parts, because httpcore copies each, and asyncio copies what the kernel does not take at once."""
-
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = parts
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for part in self._parts:
-            for begin in range(0, len(part), CHUNK_BYTES):
-                yield bytes(part[begin : begin + CHUNK_BYTES])
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    deadline = time.monotonic() + 1
+    while task.exists() and time.monotonic() < deadline:  # there is no event for it
+        time.sleep(0.0005)

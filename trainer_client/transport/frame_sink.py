@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from time import perf_counter
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
@@ -32,6 +33,7 @@ class FrameSink:
         self._places: dict[str, memoryview] = {}  # memory of the tensors of this frame, by name
         self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
+        self.began = 0.0  # when its first bytes arrived, by `perf_counter`
         self._frame: Frame | None = None
         self.num_bytes = 0  # received bytes of the frame
         self._index = 0  # index of the current tensor
@@ -78,6 +80,8 @@ class FrameSink:
 
     def _feed_start(self, data: memoryview) -> memoryview:
         """Collect the length and the header, and return the data behind them."""
+        if not self._start:
+            self.began = perf_counter()
         self._start += data
         self.num_bytes += len(data)
         if len(self._start) < LENGTH_BYTES:

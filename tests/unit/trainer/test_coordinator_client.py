@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -71,49 +72,32 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@asynccontextmanager
-async def member(
-    coordinator: FakeCoordinator, *, joins: bool = True, **settings: Any
-) -> AsyncIterator[CoordinatorClient]:
-    async with httpx.AsyncClient(transport=httpx.MockTransport(coordinator)) as http:
+@contextmanager
+def member(coordinator: FakeCoordinator, *, joins: bool = True, **settings: Any) -> Iterator[CoordinatorClient]:
+    before = threading.active_count()
+    with httpx.Client(transport=httpx.MockTransport(coordinator)) as http:
         client = CoordinatorClient(read_settings(**{"retry_seconds": 0.2} | settings), http)
         if joins:
-            await client.join(None)
+            client.join(None)
         yield client
-        await client.leave("done")
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        client.leave("done")
+    assert threading.active_count() == before
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(3):
-        while not condition():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.002)
-
-
-async def wait_for_ever() -> None:
-    await asyncio.Event().wait()
-
-
-class Work:
-    """Work without an end that takes a moment to clean up, such as a request whose buffer is used again."""
-
-    has_ended = False
-
-    async def run(self) -> None:
-        try:
-            await wait_for_ever()
-        finally:
-            await asyncio.sleep(0.01)
-            self.has_ended = True
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 3
+    while not condition():  # there is no event to wait for
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 # ---------------------------------------------------------------- joining
 
 
-async def test_joining_is_repeated_until_the_coordinator_has_a_place():
+def test_joining_is_repeated_until_the_coordinator_has_a_place():
     refusals = [httpx.ConnectError("refused"), NotReady("run 0 is under way"), TryAgain("the service stops")]
     coordinator = FakeCoordinator(trainers=[*refusals, JOINED])
-    async with member(coordinator) as client:
+    with member(coordinator) as client:
         assert client.joined == JOINED
     assert len(set(coordinator.bodies("trainers"))) == 1  # the same instance, so that it gets one place
 
@@ -138,7 +122,7 @@ def describe_page(page: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.status_code))
-async def test_the_page_of_a_gateway_is_a_transport_error_that_shows_its_first_line(page: httpx.Response):
+def test_the_page_of_a_gateway_is_a_transport_error_that_shows_its_first_line(page: httpx.Response):
     page.request = httpx.Request("GET", "http://service/v1/status")
     with pytest.raises(GatewayPage, match=rf"^http://service/v1/status {describe_page(page)}"):
         raise_for_problem(page)
@@ -155,56 +139,56 @@ async def test_the_page_of_a_gateway_is_a_transport_error_that_shows_its_first_l
         (PAGES[0], f"/v1/trainers {describe_page(PAGES[0])}"),
     ],
 )
-async def test_a_coordinator_that_cannot_be_reached_is_given_up_with_a_hint(answer: Any, message: str):
+def test_a_coordinator_that_cannot_be_reached_is_given_up_with_a_hint(answer: Any, message: str):
     coordinator = FakeCoordinator(trainers=[answer])
-    async with member(coordinator, joins=False) as client:
-        begun = asyncio.get_running_loop().time()
+    with member(coordinator, joins=False) as client:
+        begun = time.monotonic()
         with pytest.raises(Unreachable, match=rf"http://127\.0\.0\.1:7070.*{message}"):
-            await client.join(None)
-        assert 0.2 <= asyncio.get_running_loop().time() - begun < 2
+            client.join(None)
+        assert 0.2 <= time.monotonic() - begun < 2
     assert coordinator.num_requests("trainers") > 2
 
 
 @pytest.mark.parametrize(("code", "is_repeated"), [("rank_taken", True), ("world_mismatch", False)])
-async def test_only_a_conflict_that_may_pass_is_tried_again(code: str, is_repeated: bool):
+def test_only_a_conflict_that_may_pass_is_tried_again(code: str, is_repeated: bool):
     coordinator = FakeCoordinator(trainers=[Conflict("no place", code=code)])
-    async with member(coordinator, joins=False, retry_seconds=2) as client:
-        with raises_code(code):
-            await client.join(None)
+    with member(coordinator, joins=False, retry_seconds=2) as client, raises_code(code):
+        client.join(None)
     assert (coordinator.num_requests("trainers") > 1) == is_repeated
 
 
-async def test_waiting_for_an_earlier_run_has_no_end():
-    coordinator = FakeCoordinator(trainers=[NotReady("run 0 is under way")])
-    async with member(coordinator, joins=False) as client:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.join(None), 0.5)
+def test_waiting_for_an_earlier_run_has_no_end():
+    coordinator = FakeCoordinator(trainers=[*[NotReady("run 0 is under way")] * 100, JOINED])
+    with member(coordinator, retry_seconds=0.1) as client:
+        assert client.joined == JOINED
 
 
 # ---------------------------------------------------------------- heartbeats
 
 
-async def test_a_failure_in_a_heartbeat_ends_every_wait():
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_the_failure_of_the_run_wakes_the_requests_and_each_has_an_error_of_its_own(has_answer: bool):
     failure = TrainerLost("trainer 0 was lost", ranks=[0])
-    failed = TrainerHeartbeatReply(state="failed", failure=failure.to_problem())
-    async with member(FakeCoordinator(heartbeat=[TRAINING, TRAINING, failed])) as client:
-        waits = [asyncio.create_task(client.guard(wait_for_ever())) for _ in range(3)]
-        errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 3)
-        assert [(type(e), str(e)) for e in errors] == [(TrainerLost, "trainer 0 was lost")] * 3
+    failed = TrainerHeartbeatReply(state="failed", failure=failure.to_problem()) if has_answer else failure
+    with member(FakeCoordinator(heartbeat=[TRAINING, TRAINING, failed]), joins=False) as client:
+        woken = threading.Event()
+        client.news.wake = lambda: woken.set() if client.news.failure is not None else None
+        client.join(None)
+        assert woken.wait(3)
+        errors = []
+        for _ in range(3):
+            with pytest.raises(TrainerLost, match="trainer 0 was lost") as raised:
+                client.news.check_failure()
+            errors.append(raised.value)
         assert len(set(map(id, errors))) == 3
-        work = Work()
-        with pytest.raises(TrainerLost):  # and every later one, after its work has ended
-            await client.guard(work.run())
-        assert work.has_ended
 
 
-async def test_a_coordinator_of_another_run_ends_every_wait():
-    async with member(FakeCoordinator(heartbeat=[StaleRun("the message is for another run")])) as client:
-        with pytest.raises(StaleRun):
-            await asyncio.wait_for(client.guard(wait_for_ever()), 3)
+def test_a_coordinator_of_another_run_ends_the_run():
+    with member(FakeCoordinator(heartbeat=[StaleRun("the message is for another run")])) as client:
+        eventually(lambda: isinstance(client.news.failure, StaleRun))
 
 
-async def test_training_goes_on_without_the_coordinator():
+def test_training_goes_on_without_the_coordinator():
     errors = [
         httpx.ConnectError("refused"),
         httpx.ReadTimeout("slow"),
@@ -214,69 +198,75 @@ async def test_training_goes_on_without_the_coordinator():
         *PAGES,
     ]
     coordinator = FakeCoordinator(heartbeat=[*errors, TRAINING])
-    async with member(coordinator) as client:
-        await eventually(lambda: coordinator.num_requests("heartbeat") > len(errors) + 1)
-        assert client.failure is None
-        assert await client.guard(asyncio.sleep(0, "went on")) == "went on"
-
-
-# ---------------------------------------------------------------- guard
-
-
-async def test_cancelling_guard_ends_the_work():
-    work = Work()
-    async with member(FakeCoordinator()) as client:
-        waiting = asyncio.create_task(client.guard(work.run()))
-        await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert work.has_ended
+    with member(coordinator) as client:
+        eventually(lambda: coordinator.num_requests("heartbeat") > len(errors) + 1)
+        assert client.news.failure is None
 
 
 # ---------------------------------------------------------------- leaving
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [("done", "done"), ("failed", "failed"), ("whatever", "failed")])
-async def test_leaving_sends_the_last_progress_and_results_first_and_counts_once(outcome: str, expected: str):
+def test_leaving_sends_the_last_progress_and_results_first_and_counts_once(outcome: str, expected: str):
     coordinator = FakeCoordinator()
-    async with member(coordinator) as client:
+    with member(coordinator) as client:
         client.round = 4
         client.results["accuracy"] = 0.98
-        await client.leave(outcome, "x" * 5000)
+        client.leave(outcome, "x" * 5000)
         (first, beat), (second, leave) = coordinator.requests[-2:]
         assert (first, second) == ("heartbeat", "leave")
         newest = TrainerHeartbeat.model_validate_json(beat)
         assert (newest.round, newest.results, newest.incarnation) == (4, {"accuracy": 0.98}, 1)
         message = Leave.model_validate_json(leave)
         assert (message.outcome, len(message.reason)) == (expected, 2000)
-        await client.leave("done")
+        client.leave("done")
         assert coordinator.num_requests("leave") == 1
 
 
-async def test_heartbeats_carry_each_reported_value_until_one_is_answered():
+def test_heartbeats_carry_each_reported_value_until_one_is_answered():
     coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused"), TryAgain("busy"), TRAINING])
-    async with member(coordinator) as client:
+    with member(coordinator) as client:
         client.report_results({"loss": 4.0})
         client.report_results({"loss": 1.0})
-        await eventually(lambda: coordinator.num_requests("heartbeat") == 1)
+        eventually(lambda: coordinator.num_requests("heartbeat") == 1)
         client.report_results({"loss": 1.0, "accuracy": 0.5})
-        await eventually(lambda: coordinator.num_requests("heartbeat") > 4)
+        eventually(lambda: coordinator.num_requests("heartbeat") > 4)
     sent = [TrainerHeartbeat.model_validate_json(beat).means for beat in coordinator.bodies("heartbeat")]
     loss, all_ = Mean(count=2, value=2.5), {"loss": Mean(count=3, value=2.0), "accuracy": Mean(count=1, value=0.5)}
     assert sent[:4] == [{"loss": loss}, all_, all_, {}]
 
 
+def test_a_report_during_a_heartbeat_reaches_the_coordinator_before_the_end():
+    has_begun, may_answer = threading.Event(), threading.Event()
+
+    class Slow(FakeCoordinator):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            answer = super().__call__(request)
+            if request.url.path.endswith("heartbeat"):
+                has_begun.set()
+                assert may_answer.wait(3)
+            return answer
+
+    coordinator = Slow()
+    with member(coordinator) as client:
+        assert has_begun.wait(3)
+        client.report_results({"accuracy": 0.5})
+        threading.Timer(0.05, may_answer.set).start()
+        client.leave("done")
+    last = TrainerHeartbeat.model_validate_json(coordinator.bodies("heartbeat")[-1])
+    assert last.results == {"accuracy": 0.5}
+
+
 @pytest.mark.parametrize("answer", [StaleRun("another run"), httpx.Response(500, text="?")])
-async def test_leaving_raises_no_error(answer: Any):
-    async with member(FakeCoordinator(heartbeat=[answer], leave=[answer])):
+def test_leaving_raises_no_error(answer: Any):
+    with member(FakeCoordinator(heartbeat=[answer], leave=[answer])):
         pass
 
 
 @pytest.mark.parametrize(("outcome", "num_requests"), [("done", 3), ("failed", 1)])
-async def test_only_a_trainer_that_is_done_repeats_its_leave_until_it_is_answered(outcome: str, num_requests: int):
+def test_only_a_trainer_that_is_done_repeats_its_leave_until_it_is_answered(outcome: str, num_requests: int):
     """The others would wait for it, and its loss may end their run."""
     coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused"), TryAgain("the disk is full"), None])
-    async with member(coordinator) as client:
-        await client.leave(outcome)
+    with member(coordinator) as client:
+        client.leave(outcome)
     assert coordinator.num_requests("leave") == num_requests

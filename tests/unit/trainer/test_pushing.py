@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
-from queue import SimpleQueue
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,19 +17,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, GradpostError
+from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.frames import Frame, parse_frame
 from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.requests import NUM_BLOCKS_KEY, Completion
-from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.client.buckets import FrameParts, PushBuckets, make_buckets
+from ps_protocol.requests import NUM_BLOCKS_KEY, Barrier, Completion
+from ps_protocol.vocabulary import NonfinitePolicy, ParameterSpec
+from ps_protocol.wire_types import PushType, WireTypes
+from trainer_client.client.buckets import FrameParts, make_buckets
 from trainer_client.client.error_feedback import ErrorFeedback
-from trainer_client.client.pserver_group import DeclaredRun
-from trainer_client.engines.outgoing import Outgoing
-from trainer_client.engines.pipeline import Pipeline
-from trainer_client.session.io_thread import IoThread
+from trainer_client.client.metrics import TrainerMetrics
+from trainer_client.client.pserver_group import DeclaredRun, PserverGroup
+from trainer_client.engines.step_exchange import StepExchange
+from trainer_client.engines.step_memory import StepMemory
 from trainer_client.transport.device_copies import GradientCopies, ParameterCopies
+from trainer_client.transport.exchange import Exchange
 from trainer_client.transport.tensors import Flattening
+from trainer_client.transport.work import Work
+
+from .driving import THREADS, exchange_on
 
 
 def plan_of(sizes: dict[str, int], num_pservers: int = 1, **options: object) -> SlicePlan:
@@ -102,38 +106,69 @@ NUM_PSERVERS = 2
 PLAN = plan_of(SIZES, NUM_PSERVERS, min_block_size=100)
 
 
-class Recorder:
-    """A group of pservers that records the pushed frames of each."""
+class Recorder(PserverGroup):
+    """A group of pservers that records the frames that pushes and pulls bring to each."""
 
-    def __init__(self) -> None:
+    def __init__(self, nonfinite: NonfinitePolicy = "reject", max_delay: int = 0) -> None:
+        coordinator: Any = SimpleNamespace(joined=SimpleNamespace(consistency=Consistency(max_delay=max_delay)))
+        run, unused = DeclaredRun(PLAN, nonfinite=nonfinite), cast("Any", None)
+        super().__init__([], run, coordinator, unused, unused)
         self.pushed: list[list[tuple[Frame, bytes]]] = [[] for _ in range(NUM_PSERVERS)]
+        self.is_finite: bool | None = None  # the verdict that a pull brought
 
-    async def push(self, step: int, pserver: int, frame: FrameParts) -> bool:
+    def push(self, round_: int, pserver: int, frame: FrameParts) -> Work[None]:
+        yield 0.0
+        self.record(pserver, frame)
+
+    def record(self, pserver: int, frame: FrameParts) -> None:
         body = b"".join(frame)
         self.pushed[pserver].append((parse_frame(body), body))
-        return True
+
+    def pull(  # type: ignore[override] - without the memory of the values
+        self, round_: int, _: object, *, barrier: Barrier, pushed: Sequence[FrameParts] = (), on_block: object
+    ) -> Work[None]:
+        yield 0.0
+        self.is_finite = barrier.is_finite
+        for pserver, frame in enumerate(pushed):
+            self.record(pserver, frame)
 
 
-@pytest.fixture(scope="module")
-def io() -> Iterator[IoThread]:
-    io = IoThread()
-    yield io
-    io.close()
+@pytest.fixture(scope="module", params=THREADS)
+def io(request: pytest.FixtureRequest) -> Iterator[Exchange]:
+    with exchange_on(request.param) as io:
+        yield io
+
+
+def begin(
+    io: Exchange,
+    pservers: PserverGroup,
+    *,
+    bucket_bytes: int = 300,
+    step: int = 1,
+    previous: StepExchange | None = None,
+) -> StepExchange:
+    """Begin a step with parameters of its own."""
+    client: Any = SimpleNamespace(
+        io=io, pservers=pservers, metrics=TrainerMetrics(), run=DeclaredRun(PLAN), coordinator=SimpleNamespace(),
+        joined=SimpleNamespace(consistency=Consistency()), settings=SimpleNamespace(chosen_bucket_bytes=bucket_bytes),
+    )  # fmt: skip
+    memory = StepMemory(client, {name: torch.zeros(size) for name, size in SIZES.items()})
+    return StepExchange(client, step, memory, previous, borrow=True, arrivals=None)
 
 
 @given(st.data())
-def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThread, data: st.DataObject) -> None:
+def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: Exchange, data: st.DataObject) -> None:
     present = data.draw(st.lists(st.sampled_from(sorted(SIZES)), unique=True), label="present, in order of arrival")
     num_early = data.draw(st.integers(0, len(present)), label="of them before step()")
     bucket_bytes = data.draw(st.sampled_from([1, 300, 1000, 1 << 20]), label="bucket_bytes")
-    shards = make_buckets(PLAN, bucket_bytes=bucket_bytes, feedback=ErrorFeedback())
     gradients = {name: torch.rand(SIZES[name]) for name in present}
     pservers = Recorder()
-    outgoing = Outgoing(pservers, io, 1, PushBuckets(shards), None, borrow=True)  # type: ignore[arg-type]
+    step = begin(io, pservers, bucket_bytes=bucket_bytes)
     for name in present[:num_early]:
-        outgoing.add(name, gradients[name])
-    outgoing.complete(gradients, Completion(0, [{"lr": 0.5}]))
-    io.run(asyncio.wait_for(outgoing.join(), timeout=10))
+        step.add(name, gradients[name])
+    step.complete(gradients, Completion(0, [{"lr": 0.5}]), is_finite=True)
+    io.wait(step.started)
+    assert pservers.is_finite
 
     pushed_blocks: Counter[str] = Counter()
     for shard, pushed in zip(PLAN.shards, pservers.pushed, strict=True):
@@ -150,57 +185,130 @@ def test_each_block_is_pushed_once_and_the_last_frame_has_their_number(io: IoThr
     assert pushed_blocks == {block.name: 1 for block in PLAN.blocks if block.parameter in gradients}
 
 
-def test_a_request_of_discarded_gradients_may_still_read_its_memory(io: IoThread) -> None:
-    size, frames = 50_000, SimpleQueue[FrameParts]()
-
-    async def push(step: int, pserver: int, frame: FrameParts) -> bool:
-        frames.put(frame)
-        return True
-
-    client: Any = SimpleNamespace(
-        pservers=SimpleNamespace(feedback=ErrorFeedback(), begin_pushes=lambda _: None, push=push),
-        run=DeclaredRun(plan_of({"first": size, "last": size})), joined=SimpleNamespace(consistency=Consistency()),
-        settings=SimpleNamespace(chosen_bucket_bytes=1),
-    )  # fmt: skip
-    pipeline = Pipeline(client, io, {name: torch.zeros(size) for name in ("first", "last")}, overlap_pulls=True)
-    pipeline.add(1, "last", torch.ones(size))
-    _, data = frames.get(timeout=10)
-    pipeline.discard_gradients()
-    pipeline.add(1, "last", torch.full((size,), 2.0))
-    frames.get(timeout=10)
-    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.ones(size))
+PRESENT = ["fifth", "fourth", "third", "first"]  # in the order of backward
 
 
-def test_nothing_is_pushed_after_a_step_that_failed(io: IoThread) -> None:
-    previous, pservers = io.loop.create_future(), Recorder()
-    io.loop.call_soon_threadsafe(previous.set_result, False)
-    buckets = PushBuckets(make_buckets(PLAN, bucket_bytes=300))
-    outgoing = Outgoing(pservers, io, 2, buckets, previous, borrow=True)  # type: ignore[arg-type]
-    outgoing.complete({"third": torch.rand(SIZES["third"])}, Completion(0, []))
-    with pytest.raises(GradpostError, match="the step before it failed"):
-        io.run(asyncio.wait_for(outgoing.join(), timeout=10))
+def push_with_nan(io: Exchange, pservers: Recorder, num_early: int, bad: str, bucket_bytes: int) -> bool | None:
+    """Push a step in which one gradient holds NaN, and return its verdict."""
+    gradients = {name: torch.full((SIZES[name],), float(number)) for number, name in enumerate(PRESENT)}
+    gradients[bad][SIZES[bad] // 2] = float("nan")
+    step = begin(io, pservers, bucket_bytes=bucket_bytes)
+    for name in PRESENT[:num_early]:
+        step.add(name, gradients[name])
+    try:
+        step.complete(gradients, Completion(0, []), is_finite=True)
+        io.wait(step.started)
+    finally:
+        step.give_up()
+    return pservers.is_finite
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("bad", PRESENT)
+def test_a_skipped_step_is_the_same_bytes_whenever_its_gradients_were_added(
+    io: Exchange, bad: str, bucket_bytes: int
+) -> None:
+    seen = []
+    for num_early in range(len(PRESENT) + 1):
+        pservers = Recorder("skip_round")
+        assert not push_with_nan(io, pservers, num_early, bad, bucket_bytes)
+        seen.append([sorted(body for _, body in pushed) for pushed in pservers.pushed])
+        for pushed in pservers.pushed:
+            [num_blocks] = [frame.metadata[NUM_BLOCKS_KEY] for frame, _ in pushed if NUM_BLOCKS_KEY in frame.metadata]
+            assert int(num_blocks) == sum(len(frame.tensors) for frame, _ in pushed)
+            assert all(bool(values.isfinite().all()) for each in pushed for values in read(*each).values())
+    assert seen == [seen[0]] * len(seen)
+
+
+@pytest.mark.parametrize("bad", PRESENT)
+def test_a_rejected_step_pushes_nothing_but_what_overlap_has_pushed(io: Exchange, bad: str) -> None:
+    for num_early in range(len(PRESENT) + 1):
+        pservers = Recorder()
+        with pytest.raises(NonFiniteGradient, match=f"in the gradient of '{bad}' in round 1. To skip"):
+            push_with_nan(io, pservers, num_early, bad, bucket_bytes=1)
+        for frame, body in itertools.chain(*pservers.pushed):
+            blocks = read(frame, body)
+            assert {name.partition(".")[0] for name in blocks} <= {*PRESENT[:num_early]}
+            assert all(bool(values.isfinite().all()) for values in blocks.values())
+            assert NUM_BLOCKS_KEY not in frame.metadata
+    assert push_with_nan(io, Recorder("allow"), 0, bad, bucket_bytes=1)  # nothing is read
+
+
+def test_a_rejected_try_of_a_step_leaves_the_errors_of_earlier_steps_as_they_were() -> None:
+    pservers = Recorder(max_delay=1)
+    plan = plan_of({"w": 300}, wire=WireTypes(push="int8"))
+    [[bucket]] = make_buckets(plan, bucket_bytes=1 << 20, feedback=pservers.feedback)
+    remainder = pservers.feedback.of(plan.blocks[0], "int8")
+    for step in (1, 2):
+        pservers.begin_pushes(step)
+        bucket.fill({"w": torch.rand(300)})
+    kept = remainder.kept.clone()
+    assert kept.any()  # of step 1
+    pservers.begin_pushes(2)
+    assert torch.equal(remainder.kept, kept)
+    assert not remainder.is_pending
+
+
+@pytest.mark.parametrize("push", ["float32", "bfloat16", "int8", "topk"])
+def test_nan_and_infinity_are_found_in_any_block_as_it_is_sent(push: PushType) -> None:
+    sizes = {"small": 7, "large": 100_000, "tiny": 1, "absent": 9}
+    plan = plan_of(sizes, wire=WireTypes(push=push))
+    [[bucket]] = make_buckets(plan, bucket_bytes=1 << 20, feedback=ErrorFeedback())
+    flat = {name: torch.zeros(size) for name, size in sizes.items()}
+    for bad in (float("nan"), float("-inf")):
+        flat["absent"].fill_(bad)
+        bucket.fill(flat)
+        assert bucket.find_nonfinite() == "absent"
+        present = {name: gradient for name, gradient in flat.items() if name != "absent"}
+        for name, gradient in present.items():
+            bucket.fill(present, borrow=True)
+            assert bucket.find_nonfinite() is None
+            for at in (0, len(gradient) // 2, len(gradient) - 1):
+                gradient[at] = bad
+                bucket.fill(present, borrow=True)
+                assert bucket.find_nonfinite() == name
+                gradient[at] = 0.0
+    flat["large"][3] = torch.finfo(torch.float32).max  # is rounded to infinity in bfloat16
+    bucket.fill(present)
+    assert bucket.find_nonfinite() == ("large" if push == "bfloat16" else None)
+
+
+def test_nothing_is_pushed_after_a_step_that_failed(io: Exchange) -> None:
+    class Refusing(Recorder):
+        def push(self, round_: int, pserver: int, frame: FrameParts) -> Work[None]:
+            yield 0.0
+            raise GradpostError("it was refused")
+
+    pservers, gradients = Recorder(max_delay=1), {"third": torch.rand(SIZES["third"])}
+    failing = begin(io, Refusing(max_delay=1))
+    failing.complete(gradients, Completion(0, []), is_finite=True)
+    steps = [failing]
+    for number in (2, 3):
+        steps.append(begin(io, pservers, step=number, previous=steps[-1]))
+        steps[-1].complete(gradients, Completion(0, []), is_finite=True)
+    for step, reason in zip(steps, ["it was refused", *["the step before it failed"] * 2], strict=True):
+        with pytest.raises(GradpostError, match=reason):
+            io.wait(step.started)
     assert pservers.pushed == [[]] * NUM_PSERVERS
-    assert not outgoing.pushes_done.result(), "the next step would be pushed"
 
 
-def test_a_failed_step_ends_once_no_push_reads_its_gradients(io: IoThread) -> None:
+def test_a_failed_step_ends_once_no_push_reads_its_gradients(io: Exchange) -> None:
     ended: list[bool] = []
 
-    async def push(step: int, pserver: int, frame: FrameParts) -> bool:
-        if pserver == 1:
-            raise GradpostError("it was refused")
-        for _ in range(2):  # each loses a cancellation, as asyncio.wait_for may before Python 3.12
-            with suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-        ended.append(True)
-        return True
+    class Refusing(Recorder):
+        def push(self, round_: int, pserver: int, frame: FrameParts) -> Work[None]:
+            try:
+                while pserver == 0:
+                    yield math.inf
+                raise GradpostError("it was refused")
+            finally:
+                ended.append(True)
 
-    pservers: Any = SimpleNamespace(push=push)
-    outgoing = Outgoing(pservers, io, 1, PushBuckets(make_buckets(PLAN, bucket_bytes=1 << 20)), None, borrow=True)
-    outgoing.complete({"third": torch.rand(SIZES["third"])}, Completion(0, []))
+    step = begin(io, Refusing(max_delay=1), bucket_bytes=1 << 20)
+    step.complete({"third": torch.rand(SIZES["third"])}, Completion(0, []), is_finite=True)
     with pytest.raises(GradpostError, match="it was refused"):
-        io.run(outgoing.join())
-    assert ended
+        io.wait(step.started)
+    assert len(ended) == 2
 
 
 # ---------------------------------------------------------------------- device copies

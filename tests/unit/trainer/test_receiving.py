@@ -20,6 +20,7 @@ from trainer_client.transport.frame_sink import FrameSink
 from trainer_client.transport.tensors import writable_bytes
 
 from ...raising import raises_code
+from .driving import drive
 
 METADATA = {"round": "7"}
 TENSORS = [
@@ -170,7 +171,7 @@ INTEGERS, SCALES = ("w", "I8", (3,)), ("w.scales", "F32", (1,))
 DELTA = bytes([2, 0, 256 - 4]) + torch.tensor([0.5]).numpy().tobytes()  # 1, 0, -2
 
 
-async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
+def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
     values, more = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
     memory = {"w": writable_bytes(values), "v": writable_bytes(more)}
     deltas = Deltas(memory)
@@ -181,16 +182,16 @@ async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
             sink.feed(bytes([byte]))
         assert sink.finish() == {SINCE_KEY: "4"}
         assert sink.delta_names == ["w", "w.scales"]
-        await deltas.add(sink.delta_names)
+        drive(deltas.add(sink.delta_names))
         assert values.tolist() == [1.0 + number, 2.0, 3.0 - 2.0 * number]
         assert more.tolist() == [8.0, 9.0]
 
 
 @pytest.mark.parametrize("received", [["w"], ["w.scales"], ["v", "v.scales"]])
-async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
+def test_half_of_a_delta_is_refused(received: list[str]) -> None:
     values = torch.ones(3)
     with raises_code("malformed_frame"):
-        await Deltas({"w": writable_bytes(values)}).add(received)
+        drive(Deltas({"w": writable_bytes(values)}).add(received))
     assert torch.equal(values, torch.ones(3))
 
 

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, Counter
 from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
 from ps_protocol.process_reports import MAX_LINE, MAX_LINES, OutputLines
-from trainer_client import ParameterClient
 from trainer_client.client.coordinator_client import make_log
 from trainer_client.client.metrics import MetricsServer
 from trainer_client.client.output import OutputBuffer
+from trainer_client.client.run_client import RunClient
 
 from ..protocol.test_certificates import Authority
 
@@ -58,11 +58,11 @@ def test_wrong_tls_files_are_named(authority: Authority) -> None:
         pass
 
 
-async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
+def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(Unreachable):
-        await ParameterClient("http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port).join()
+        RunClient("http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port).join()
     with socket.create_server(("127.0.0.1", port)):
         pass
 

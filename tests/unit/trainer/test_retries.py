@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import math
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
 import pytest
 
-from ps_config.certificates import TlsFiles
 from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
@@ -24,7 +23,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
-from ps_protocol.requests import Barrier
+from ps_protocol.requests import Pull
 from ps_protocol.retry import (
     MAX_PAUSE_SECONDS,
     choose_backoff,
@@ -37,32 +36,46 @@ from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.news import News
 from trainer_client.client.pserver_client import PserverClient
 from trainer_client.client.pserver_connection import PserverConnection
-from trainer_client.transport.exchange import Exchange
+from trainer_client.transport.work import Work, pause
+
+from .driving import drive
 
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
 RESTARTED = INFO.model_copy(update={"incarnation": 2})
 FENCE = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1)
-BATCH = Barrier("batch")
-DONE = httpx.Response(200, json={"round": 1})
+PULL = Pull(1)
+DONE = httpx.Response(200, json={"contributions": "a", "sum_of_squares": 9.0})
 STAGED = httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})
 
-Answer = Callable[[httpx.Request], httpx.Response] | Callable[[httpx.Request], Awaitable[httpx.Response]]
+Answer = Callable[[str], httpx.Response]
 
 
 def refuse(error: GradpostError) -> httpx.Response:
     return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
 
 
-@asynccontextmanager
-async def client_of(answer: Answer, news: News, **patience: float) -> AsyncIterator[PserverClient]:
-    """Yield a client of a pserver that answers so; `patience` replaces 60 s, or a `max_delay` of 0."""
-    exchange = Exchange(TlsFiles(), None, http2=False)
-    exchange._transport = httpx.MockTransport(answer)  # type: ignore[arg-type]
-    given: dict[str, Any] = {"retry_seconds": 60, "deadline_seconds": 60, "max_delay": 0, **patience}
-    max_delay = given.pop("max_delay")
-    connection = PserverConnection(INFO, FENCE, lambda _: exchange, TrainerMetrics(), news, **given)
-    yield PserverClient(connection, max_delay=max_delay)
-    await exchange.aclose()
+class Answering:
+    """An `Exchange` with a pserver that answers so each URL; None: not at all."""
+
+    def __init__(self, answer: Answer, seconds: float = 0.0) -> None:
+        self.answer = answer
+        self.seconds = seconds  # until the answer
+
+    def send(self, method: str, url: str, headers: Mapping[str, str], **_: Any) -> Work[httpx.Response]:
+        yield from pause(self.seconds)
+        response = self.answer(url)
+        while response is None:
+            yield math.inf
+        response.request = httpx.Request(method, url)
+        return response
+
+
+def client_of(answer: Answer, news: News, *, seconds: float = 0.0, **patience: float) -> PserverClient:
+    """Return a client of a pserver that answers so; `patience` replaces 60 s."""
+    given: dict[str, Any] = {"retry_seconds": 60, "deadline_seconds": 60, **patience}
+    io: Any = Answering(answer, seconds)
+    connection = PserverConnection(INFO, FENCE, io, TrainerMetrics(), news, **given)
+    return PserverClient(connection, max_delay=0)
 
 
 @pytest.mark.parametrize("coordinator_answers", [True, False])
@@ -72,114 +85,99 @@ async def client_of(answer: Answer, news: News, **patience: float) -> AsyncItera
         NotReady("it has no run yet"),
         TryAgain("it writes a checkpoint first", code="stopping"),
         StalePserver("it has another incarnation"),
+        StalePserver("it is a standby now", code="not_leader"),
         StaleRun("it is behind"),
     ],
     ids=lambda refusal: refusal.code,
 )
-async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
+def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
     refusal: GradpostError, coordinator_answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was away for longer than a request may take, and resumes once the coordinator has all pservers."""
     monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
     answers = [*[refuse(refusal)] * 3, DONE]
     news = News(heard_at=float("inf")) if coordinator_answers else News()
-    async with client_of(lambda _: answers.pop(0), news, deadline_seconds=0) as client:
-        if coordinator_answers:
-            await client.barrier(1, BATCH)
-            assert answers == []
-        else:
-            with pytest.raises(type(refusal)):
-                await client.barrier(1, BATCH)
+    client = client_of(lambda _: answers.pop(0), news, deadline_seconds=0.001, seconds=0.0005)
+    if coordinator_answers:
+        drive(client.norm(PULL))
+        assert answers == []
+    else:
+        with pytest.raises(type(refusal)):
+            drive(client.norm(PULL))
 
 
-async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
+def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
     """A pserver may stop after a minute of waiting for a lost trainer."""
     stops = refuse(TryAgain("this pserver stops"))
     answers = [stops, *[refuse(RoundPending("trainer 1 is missing"))] * 4, stops, DONE]
 
-    async def answer(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(0.1)
-        return answers.pop(0)
-
-    async with client_of(answer, News(), deadline_seconds=0.3) as client:
-        await client.barrier(1, BATCH)
+    drive(client_of(lambda _: answers.pop(0), News(), deadline_seconds=0.3, seconds=0.1).norm(PULL))
     assert answers == []
 
 
-async def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
+def test_the_page_of_a_gateway_is_handled_as_no_answer() -> None:
     news = News(heard_at=float("inf"))
     answers = [*[httpx.Response(status, text="\n404 page not found") for status in (404, 429, 502)], DONE]
     pages: list[dict[int, str]] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(_: str) -> httpx.Response:
         pages.append(dict(news.pages))
         return answers.pop(0)
 
-    async with client_of(answer, news) as client:
-        await client.barrier(1, BATCH)
+    drive(client_of(answer, news).norm(PULL))
     assert (answers, news.pages, news.failing) == ([], {}, {})
     assert "answered 502, but not as Gradpost: 404 page not found. Check the address" in pages[-1][0]
 
 
 @pytest.mark.parametrize("restarts", [True, False])
-async def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_given_up(restarts: bool) -> None:
-    news, num_pushes, num_barriers = News(), 0, 0
+def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_given_up(restarts: bool) -> None:
+    news, num_pushes, num_asked = News(), 0, 0
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal num_pushes, num_barriers
-        if request.url.path == SEND:
+    def answer(url: str) -> httpx.Response:
+        nonlocal num_pushes, num_asked
+        if url.endswith(SEND):
             num_pushes += 1
             return STAGED
-        num_barriers += 1
-        if num_barriers > 20:
+        num_asked += 1
+        if num_asked > 20:
             return DONE
         if restarts:
-            news.pservers[0] = INFO.model_copy(update={"incarnation": 1 + num_barriers})
+            news.pservers[0] = INFO.model_copy(update={"incarnation": 1 + num_asked})
         return refuse(ContributionMissing("push it again"))
 
-    async with client_of(answer, news) as client:
-        await client.push(1, (memoryview(b"frame"),))
-        if restarts:
-            await client.barrier(1, BATCH)
-            assert num_pushes == 21
-        else:
-            with pytest.raises(ContributionMissing):
-                await client.barrier(1, BATCH)
-
-
-async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
-    """With `max_delay` so many rounds are pushed and not pulled; a restarted pserver may ask for all of them."""
-    async with client_of(lambda _: STAGED, News(), max_delay=12) as client:
-        for round_ in range(1, 30):
-            await client.push(round_, (memoryview(b"frame"),))
-        assert set(client._kept) >= set(range(17, 30))  # 1 + max_delay of them
-        assert len(client._kept) < 20
+    client = client_of(answer, news)
+    drive(client.push(1, (memoryview(b"frame"),)))
+    if restarts:
+        drive(client.norm(PULL))
+        assert num_pushes == 21
+    else:
+        with pytest.raises(ContributionMissing):
+            drive(client.norm(PULL))
 
 
 @pytest.mark.parametrize("answer", [FutureRound("round 1 is ahead"), ContributionMissing("pulled, and lost since")])
-async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
+def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
     monkeypatch: pytest.MonkeyPatch, answer: GradpostError
 ) -> None:
     monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
     news = News(heard_at=float("inf"))
     news.pservers[0] = RESTARTED
     ahead = refuse(answer)
-    async with client_of(lambda _: ahead, news, deadline_seconds=0.2) as client, asyncio.timeout(5):
-        with pytest.raises(type(answer)):
-            await client.barrier(1, BATCH)
+    with pytest.raises(type(answer)):
+        drive(client_of(lambda _: ahead, news, deadline_seconds=0.2).norm(PULL))
     assert news.ahead_of == {0: 2}
 
 
-async def test_the_token_may_reach_a_promoted_standby_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_may_reach_a_promoted_standby_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_client.client.pserver_connection.NEWS_SECONDS", 0.01)
     news, refused = News(heard_at=float("inf")), refuse(Unauthenticated("the bearer token is not valid"))
-    async with client_of(lambda _: refused, news) as client, asyncio.timeout(5):
-        with pytest.raises(Unauthenticated):
-            await client.barrier(1, BATCH)
-        news.pservers[0] = RESTARTED
-        answers = iter([refused, refused, DONE])
-        client.connection.exchange._transport = httpx.MockTransport(lambda _: next(answers))  # type: ignore[assignment]
-        await client.barrier(1, BATCH)
+    answers = [refused]
+    client = client_of(lambda _: answers.pop(0), news)
+    with pytest.raises(Unauthenticated):
+        drive(client.norm(PULL))
+    news.pservers[0] = RESTARTED
+    answers += [refused, refused, DONE]
+    drive(client.norm(PULL))
 
 
 # ---------------------------------------------------------------- news of restarted pservers
@@ -191,32 +189,24 @@ def report(news: News, *incarnations: int) -> None:
         PserverInfo(index=index, address=f"http://{index}-{incarnation}:1", incarnation=incarnation, http2=True)
         for index, incarnation in enumerate(incarnations)
     )
-    reply = TrainerHeartbeatReply(state="training", failure=None, attempt=0, pservers=infos)
-    news.update(reply, asyncio.get_running_loop().time())
+    news.update(TrainerHeartbeatReply(state="training", failure=None, attempt=0, pservers=infos))
 
 
-async def wait(news: News, index: int, seconds: float) -> str:
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            with news.waits[index].add(limit):
-                await asyncio.Event().wait()
-    except TimeoutError:
-        return "given up"
-    raise AssertionError
+def test_a_request_to_a_replaced_pserver_is_given_up_at_once():
+    news, urls = News(), list[str]()
 
+    def answer(url: str) -> httpx.Response | None:
+        urls.append(url.partition("/v1")[0])
+        return DONE if url.startswith("http://0-2") else None
 
-async def test_a_request_to_a_replaced_pserver_is_given_up_at_once():
-    news = News()
     report(news, 1, 1)
-    waits = [asyncio.create_task(wait(news, index, 30)) for index in (0, 0, 1)]
-    await asyncio.sleep(0)
-    report(news, 1, 1)
-    await asyncio.sleep(0.01)
-    assert not any(task.done() for task in waits)
-    report(news, 2, 1)
-    assert await asyncio.wait_for(asyncio.gather(*waits[:2]), 1) == ["given up"] * 2
-    assert not waits[2].done()
-    waits[2].cancel()
+    request = client_of(answer, news).norm(PULL)  # type: ignore[arg-type]
+    report(news, 1, 2)
+    for _ in range(3):
+        assert next(request) > time.monotonic() + 50  # its deadline
+    report(news, 2, 2)
+    drive(request)
+    assert urls == ["http://0-1:1", "http://0-2:1"]
     report(news, 1, 1)
     assert news.pservers[0].incarnation == 2, "an older incarnation never comes back"
 

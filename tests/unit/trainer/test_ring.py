@@ -1,40 +1,24 @@
-"""The ring strategy: flat buckets, rendezvous, and the tally of a round."""
+"""The ring strategy: rendezvous, the tally of a round, and the norm of a bucket."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from trainer_client.engines.collective.buffers import PIECE, FlatBucket
-from trainer_client.engines.collective.ring_group import Tally, TallyVector, address_towards, join_store, open_store
+from trainer_client.engines.collective.ring_group import address_towards
+from trainer_client.engines.collective.tally import Tally, TallyVector
 
 pytestmark = pytest.mark.ring
 
 CPU = torch.device("cpu")
 
 
-def test_missing_gradients_are_zero_in_each_round() -> None:
-    bucket = FlatBucket({"a": 2, "b": 1}, CPU)
-    bucket.put("a", torch.ones(2, dtype=torch.bfloat16))
-    bucket.complete({"b": torch.full((1,), 3.0)})
-    assert bucket.flat.tolist() == [1.0, 1.0, 3.0]
-    bucket.clear()
-    bucket.complete({"b": torch.full((1,), 4.0)})
-    assert bucket.flat.tolist() == [0.0, 0.0, 4.0]
-
-
 @pytest.mark.parametrize("url", ["http://127.0.0.1:7070", "https://127.0.0.1", "http://localhost:7070/prefix"])
 def test_a_coordinator_on_this_machine_is_reached_from_loopback(url: str) -> None:
     assert address_towards(url) in ("127.0.0.1", "::1")
-
-
-def test_a_store_is_found_at_the_address_that_was_offered() -> None:
-    store, rendezvous = open_store("127.0.0.1", timedelta(seconds=5))
-    store.set("key", "value")
-    assert join_store(rendezvous, timedelta(seconds=5)).get("key") == b"value"
 
 
 def tallies(*said: dict[str, Any]) -> list[Tally]:
@@ -53,18 +37,8 @@ def tallies(*said: dict[str, Any]) -> list[Tally]:
 def test_all_ranks_read_the_same_tally() -> None:
     """Trainer 0 has no batches left, 1 brings NaN, 2 has written parameters."""
     first, second = {"present": ["c"], "is_finite": False}, {"present": ["a", "c"], "has_written": True}
-    expected = Tally(["a", "c"], [1], is_void=False, lowest=1, num_active=2, has_same_numbers=True, source=2)
+    expected = Tally(["a", "c"], [1], lowest=1, num_active=2, has_same_terms=True, source=2)
     assert tallies({"is_active": False}, first, second) == [expected] * 3
-    expected = Tally([], [], is_void=True, lowest=0, num_active=3, has_same_numbers=True, source=None)
-    assert tallies({}, {}, {"is_void": True}) == [expected] * 3
-
-
-@pytest.mark.parametrize(
-    ("digests", "are_same"), [((7, 7, 0), True), ((7, 8, 0), False), ((2**24 - 1, 2**24 - 2, 7), False)]
-)
-def test_hyperparameters_are_compared_among_active_trainers(digests: tuple[int, ...], are_same: bool) -> None:
-    said = [{"is_active": rank < 2, "numbers": digest} for rank, digest in enumerate(digests)]
-    assert {tally.has_same_numbers for tally in tallies(*said)} == {are_same}
 
 
 @pytest.mark.clip

@@ -1,11 +1,9 @@
-"""Results of rounds on a trainer: the agreed norm, the scale of a GradScaler, and errors of compressed pushes."""
+"""Results of rounds on a trainer: the agreed norm, and errors of compressed pushes."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -16,17 +14,16 @@ from torch import Tensor
 from ps_protocol.encodings import PIECE, TORCH_DTYPES
 from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.optimizers import HyperParameters
 from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import GROUP, WireTypes
 from trainer_client.client import round_results
 from trainer_client.client.error_feedback import ErrorFeedback, Remainder
-from trainer_client.client.round_results import NormAgreement, Outcomes, finish_rounds
-from trainer_client.engines.engine import StepProgress
-from trainer_client.optimizer.grad_scaler import GradScaler, ScalerState
+from trainer_client.client.round_results import NormAgreement, finish_rounds
+from trainer_client.transport.work import Work, together
 
 from ...raising import raises_code
+from .driving import drive
 
 Answers = Sequence[ShardNorm | None]
 
@@ -42,23 +39,20 @@ class Pservers:
     def now(self) -> Answers:
         return self.answers[min(self.num_asked, len(self.answers)) - 1]
 
-    async def ask(self) -> Answers:
+    def ask(self) -> Work[Answers]:
         self.num_asked += 1
-        await asyncio.sleep(0)
+        yield 0.0
         return self.now
 
-    async def get(self, index: int, norm: AgreedNorm | None) -> float | None:
-        await asyncio.sleep(0)
+    def get(self, index: int, norm: AgreedNorm | None) -> Work[float | None]:
+        yield 0.0
         own = self.now[index]
         if norm is not None and (own is None or not norm.own.is_same(own)):
             raise NormChanged("it is another one")
         return None if norm is None else norm.total
 
-    async def bring_to_all(self, agreement: NormAgreement) -> list[float | None]:
-        def get_of(index: int):
-            return agreement.bring(index, lambda norm: self.get(index, norm))
-
-        return await asyncio.gather(*(get_of(index) for index in range(len(self.now))))
+    def bring_to_all(self, agreement: NormAgreement) -> Work[list[float | None]]:
+        return together(agreement.bring(index, partial(self.get, index)) for index in range(len(self.now)))
 
 
 def norms(contributions: str, *squares: float) -> list[ShardNorm]:
@@ -75,49 +69,52 @@ def norms(contributions: str, *squares: float) -> list[ShardNorm]:
         ([[ShardNorm("a", 1.0), None]], None, 1),  # the round is over, and its norm is not known
     ],
 )
-async def test_all_pservers_are_asked_until_they_name_one_gradient(
+def test_all_pservers_are_asked_until_they_name_one_gradient(
     answers: list[Answers], total: float | None, num_asked: int
 ) -> None:
     pservers = Pservers(*answers)
     agreement = NormAgreement(pservers.ask)
-    assert await pservers.bring_to_all(agreement) == [total, total]
+    assert drive(pservers.bring_to_all(agreement)) == [total, total]
     assert pservers.num_asked == num_asked
     assert agreement.norm == (None if total is None else total**0.5)
 
 
 @pytest.mark.clip
-async def test_a_gradient_that_changed_after_its_norm_was_read_is_asked_for_again() -> None:
+def test_a_gradient_that_changed_after_its_norm_was_read_is_asked_for_again() -> None:
     pservers = Pservers(norms("a", 9.0, 16.0))
     agreement = NormAgreement(pservers.ask)
-    assert await agreement.bring(0, lambda norm: pservers.get(0, norm)) == 25.0
+    assert drive(agreement.bring(0, partial(pservers.get, 0))) == 25.0
     pservers.answers.append(norms("a", 9.0, 7.0))  # it has restarted, and rounds otherwise
     pservers.num_asked += 1
     brought = []
 
-    async def get(norm: AgreedNorm | None) -> float | None:
+    def get(norm: AgreedNorm | None) -> Work[float | None]:
         brought.append(norm)
-        return await pservers.get(1, norm)
+        return (yield from pservers.get(1, norm))
 
-    assert await agreement.bring(1, get) == 16.0
+    assert drive(agreement.bring(1, get)) == 16.0
     assert [norm and norm.own.sum_of_squares for norm in brought] == [16.0, 7.0]
 
 
 @pytest.mark.clip
-async def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_results, "PAUSE_SECONDS", 0.0)
     pservers = Pservers([*norms("a", 1.0), *norms("b", 1.0)])
     with pytest.raises(NormChanged, match="disagree about the trainers"):
-        await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
+        drive(NormAgreement(pservers.ask).bring(0, partial(pservers.get, 0)))
     assert pservers.num_asked == round_results.MAX_ASKED
 
 
 @pytest.mark.clip
-async def test_an_error_of_the_run_ends_the_agreement() -> None:
-    async def ask() -> Answers:
+def test_an_error_of_the_run_ends_the_agreement() -> None:
+    pservers = Pservers(norms("a", 1.0))
+
+    def ask() -> Work[Answers]:
+        yield 0.0
         raise Conflict("it is no member any more", code="stale_trainer")
 
     with raises_code("stale_trainer"):
-        await NormAgreement(ask).bring(0, lambda norm: Pservers(norms("a", 1.0)).get(0, norm))
+        drive(NormAgreement(ask).bring(0, partial(pservers.get, 0)))
 
 
 class OpenRounds:
@@ -127,7 +124,8 @@ class OpenRounds:
         self.applied = applied
         self._square = square
 
-    async def norm(self, pull: Pull) -> ShardNorm | None:
+    def norm(self, pull: Pull) -> Work[ShardNorm | None]:
+        yield 0.0
         round_, norm = pull.round, pull.norm
         assert round_ <= self.applied + 1, f"would wait for ever for round {self.applied + 1}"
         own = ShardNorm(f"round {round_}", self._square)
@@ -141,99 +139,10 @@ class OpenRounds:
 @pytest.mark.parametrize(
     ("max_delay", "last", "applied"), [(0, 4, (2, 3)), (0, 2, (0, 1)), (2, 9, (3, 6)), (1, 4, (0, 0))]
 )
-async def test_open_rounds_are_finished_before_the_next_one(
-    max_delay: int, last: int, applied: tuple[int, int]
-) -> None:
+def test_open_rounds_are_finished_before_the_next_one(max_delay: int, last: int, applied: tuple[int, int]) -> None:
     pservers = [OpenRounds(applied[0], 9.0), OpenRounds(applied[1], 16.0)]
-    await finish_rounds(pservers, last, max_delay)
+    drive(finish_rounds(pservers, last, max_delay))
     assert [pserver.applied for pserver in pservers] == [last - 1] * 2
-
-
-# ---------------------------------------------------------------------- grad scaler
-
-
-@pytest.mark.amp
-@settings(deadline=None)
-@given(
-    scale=st.floats(2.0**-140, 2.0**127, width=32),
-    growth_factor=st.floats(1.01, 8),
-    backoff_factor=st.floats(0.1, 0.99),
-    growth_interval=st.integers(1, 4),
-    outcomes=st.lists(st.booleans(), max_size=30),
-)
-def test_the_scale_is_torchs(
-    scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, outcomes: list[bool]
-) -> None:
-    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval, **factors)
-    weight = torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    state = ScalerState(0, scale, 0)
-    for number, is_skipped in enumerate(outcomes, start=1):
-        scaler.scale(torch.ones(()))
-        weight.grad = torch.tensor(float("nan") if is_skipped else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        state = state.next(is_skipped=is_skipped, growth_interval=growth_interval, **factors)
-        assert state == ScalerState(number, scaler.get_scale(), scaler.state_dict()["_growth_tracker"])
-
-
-def pushed_state(after: int, scale: float, growth_tracker: int) -> HyperParameters:
-    return {"after": after, "scale": scale, "growth_tracker": growth_tracker}
-
-
-class Remote:
-    """The part of a RemoteOptimizer, in a run with rounds, that a GradScaler uses."""
-
-    is_shared, overlap = True, None
-
-    def __init__(
-        self, begun: int = 0, pushed: HyperParameters | None = None, *skipped: int, max_delay: int = 0
-    ) -> None:
-        self.scaling, self.progress = self, StepProgress(begun=begun)
-        self.client = SimpleNamespace(
-            run=SimpleNamespace(nonfinite="skip_round"),
-            results=SimpleNamespace(outcomes=Outcomes(skipped, pushed)),
-            settings=SimpleNamespace(overlap=False),
-            joined=SimpleNamespace(consistency=SimpleNamespace(max_delay=max_delay)),
-        )
-        self.session = SimpleNamespace(client=self.client)
-
-    def attach(self, describe: Any, _: Any) -> None:
-        self.pushed = describe
-
-    def make_scaler(self) -> GradScaler:
-        return GradScaler(self, "cpu", init_scale=8.0, growth_interval=2)  # type: ignore[arg-type]
-
-    def end_round(self, scaler: GradScaler, *skipped: int, updates: Sequence[float | None] = (None,)) -> float:
-        """Return the scale after the next round, with which the lowest rank pushed another state."""
-        scaler.scale(torch.ones(()))
-        self.progress.begun += 1
-        self.client.results.outcomes = Outcomes(skipped, pushed_state(0, 3.0, 0))
-        for new_scale in updates:
-            scaler.update(new_scale)
-        return scaler.get_scale()
-
-
-@pytest.mark.amp
-def test_the_scale_follows_from_the_outcomes_alone() -> None:
-    remote = Remote()
-    scaler = remote.make_scaler()
-    assert [remote.end_round(scaler, *skipped) for skipped in ((), (), (3,), (3,))] == [8.0, 16.0, 8.0, 8.0]
-    assert remote.pushed() == pushed_state(4, 8.0, 1)
-
-
-@pytest.mark.amp
-def test_a_rollback_restores_the_state_of_its_round() -> None:
-    remote = Remote()
-    scaler = remote.make_scaler()
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
-    assert remote.end_round(scaler, 1) == 2.0
-    remote.progress.num_rollbacks, remote.progress.begun = 1, 40
-    remote.client.results.outcomes = Outcomes((40,), pushed_state(39, 64.0, 1))
-    assert scaler.get_scale() == 32.0
-    remote.progress.num_rollbacks, remote.progress.begun, remote.client.results.outcomes = 2, 0, Outcomes()
-    assert scaler.get_scale() == 4.0
 
 
 # ---------------------------------------------------------------------- error feedback

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import os
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +14,10 @@ from ps_config.certificates import CertificateError
 from ps_config.environment import SettingsError
 from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
-from trainer_client import ParameterClient, connect
+from trainer_client import connect
 from trainer_client.client.metrics import TrainerMetrics
+from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
-from trainer_client.session import session as session_module
-from trainer_client.session.io_thread import IoThread
 from trainer_client.session.script_end import outcome_of
 from trainer_client.session.session import Session
 
@@ -81,14 +77,14 @@ def test_rank_and_world_size_are_read_as_launchers_set_them(
 def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "ca.pem"
     with pytest.raises(TypeError, match=r"bucket_size is not a setting of a trainer; did you mean bucket_bytes\?"):
-        ParameterClient(bucket_size=1)
+        RunClient(bucket_size=1)
     with pytest.raises(TypeError, match=r"frobnicate is not a setting of a trainer$"):
-        ParameterClient(frobnicate=1)
+        RunClient(frobnicate=1)
     with pytest.raises(CertificateError, match=r"the TLS file .*ca\.pem cannot be read: No such file"):
-        ParameterClient(tls_ca=file)
+        RunClient(tls_ca=file)
     file.touch()
     with pytest.raises(ValueError, match="tls_client_ca needs tls_cert and tls_key"):
-        ParameterClient(tls_client_ca=file)
+        RunClient(tls_client_ca=file)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +112,12 @@ def test_a_wrong_value_is_reported_with_the_name_of_its_source(
 
 
 @pytest.fixture
-def session() -> Iterator[Any]:
+def session() -> Any:
     """A session without a client or a host."""
     session: Any = Session.__new__(Session)
-    session.io, session.host, session._is_open, session._reported = IoThread(), None, True, set()
-    session.finish = lambda: None
-    yield session
-    session.io.close()
+    session.io, session.host, session._is_open, session._reported = SimpleNamespace(run=id), None, True, set()
+    session.finish, session._pid = lambda: None, os.getpid()
+    return session
 
 
 def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: Any) -> None:
@@ -143,64 +138,14 @@ def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: 
     assert results == {"val/0": 0.25, **dict.fromkeys(session._reported - {"val/0"}, 0.5)}
 
 
-class SlowCoordinator:
-    """A client whose coordinator answers late."""
-
-    settings = SimpleNamespace(retry_seconds=5.0)
-    was_left = False
-
-    async def finish(self) -> None:
-        pass
-
-    async def leave(self, outcome: str, reason: str, code: str | None) -> None:
-        await asyncio.sleep(0.3)
-        self.was_left = True
-
-
 @pytest.mark.parametrize(
     ("error", "code"), [(RoundTimeout("trainer 1 is late"), "round_timeout"), (SystemExit(3), None), (None, None)]
 )
 def test_a_trainer_leaves_with_the_code_of_its_error(
-    error: BaseException | None, code: str | None, session: Any, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None, code: str | None, session: Any
 ) -> None:
     sent: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(session, "_leave", lambda *end: sent.append(end))
-    session.client = SlowCoordinator()
+    coordinator = SimpleNamespace(stop_heartbeats=lambda: None)
+    session.client = SimpleNamespace(coordinator=coordinator, finish=lambda: None, leave=lambda *end: sent.append(end))
     session.close(*outcome_of(error))
     assert [end[2] for end in sent] == [code]
-
-
-@pytest.mark.parametrize("outcome", ["done", "failed"])
-def test_only_a_trainer_that_is_done_waits_for_the_coordinator_when_it_leaves(
-    outcome: str, session: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The others go on without a failed trainer, and wait for one that is done."""
-    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
-    session.client = SlowCoordinator()
-    session.close(outcome)
-    assert session.client.was_left == (outcome == "done")
-    assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")
-
-
-def test_an_interrupt_at_any_place_of_a_wait_leaves_a_loop_that_runs() -> None:
-    io, before = IoThread(), sys.gettrace()
-    for num_events in itertools.count():
-        events = itertools.count()
-
-        def interrupt(*_: object, events: Iterator[int] = events, place: int = num_events) -> Any:
-            if next(events) == place:
-                raise KeyboardInterrupt
-            return interrupt
-
-        future = io.start(asyncio.sleep(0.01))
-        sys.settrace(interrupt)
-        try:
-            io.wait(future)
-            break
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        assert io.wait(io.start(asyncio.sleep(0, "runs")), timeout=5) == "runs"
-    assert num_events > 10
-    io.close()

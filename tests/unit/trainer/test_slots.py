@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from ps_protocol.errors import BadModel
-from ps_protocol.frames import parse_frame
-from ps_protocol.optimizers import RULES, StepState, read_states, split_key
+from ps_protocol.optimizers import RULES, StepState
 from ps_protocol.plan import make_plan
-from ps_protocol.requests import STATES_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.client.pserver_group import DeclaredRun
-from trainer_client.engines.state_transfer import Loading, make_state_frames
+from trainer_client.engines.state_transfer import Loading
 from trainer_client.engines.torch_state import ParameterState, read_state, write_state
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
@@ -75,48 +73,18 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 20])
-def test_each_slot_and_step_count_is_in_one_frame(bucket_bytes: int) -> None:
-    found: dict[str, torch.Tensor] = {}
-    states: dict[str, StepState] = {}
-    for shard, one in zip(PLAN.shards, make_state_frames(PLAN, SLOTS, {}, bucket_bytes=bucket_bytes), strict=True):
-        here: list[str] = []
-        for payload in one.frames:
-            body = b"".join(payload)
-            frame = parse_frame(body)
-            assert len(frame.tensors) <= 1 or frame.data_bytes <= bucket_bytes
-            for entry in frame.tensors:
-                data = bytearray(body[frame.data_begin + entry.begin : frame.data_begin + entry.end])
-                assert entry.name not in found
-                found[entry.name] = torch.frombuffer(data, dtype=torch.float32)
-            its = read_states(frame.metadata[STATES_KEY])
-            assert not its.keys() & states.keys()
-            states |= its
-            here += [entry.name for entry in frame.tensors] + list(its)
-        assert one.num_slots == len(here)
-        assert {split_key(key)[1] for key in here if "/" in key} <= {block.name for block in shard}
-    assert states == {b.name: SLOTS[b.parameter].state for b in PLAN.blocks if b.parameter in SLOTS}
-    assert len(found) == 2 * sum(block.parameter in SLOTS for block in PLAN.blocks)
-    for block in PLAN.blocks:
-        for slot in "xy" if block.parameter in SLOTS else "":
-            whole = SLOTS[block.parameter].slots[slot]
-            assert torch.equal(found[f"{slot}/{block.name}"], whole[block.begin : block.end])
-
-
-def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> None:
+def test_loaded_state_is_pushed_with_the_first_step_until_that_is_pulled() -> None:
     client = SimpleNamespace(
         uploader=0, run=DeclaredRun(PLAN), settings=SimpleNamespace(chosen_bucket_bytes=1000),
         joined=SimpleNamespace(rank=0, consistency=SimpleNamespace(is_async=False)),
     )  # fmt: skip
     one = Loading(client, {})  # type: ignore[arg-type]
-    one.frames_for(1)
-    one.load(SLOTS, 5)
-    frames = one.frames_for(6)
+    one.load_states(SLOTS.keys(), SLOTS, 0)
+    frames = one.frames_for(1)
     assert frames
-    assert one.frames_for(7) is None
-    one.note_pulled(5)
-    one.note_rollback(5)
-    assert one.frames_for(6) is frames
-    one.note_pulled(6)
+    assert one.frames_for(2) is None
+    one.note_rollback(0)
+    assert one.frames_for(1) is frames
+    one.note_pulled(1)
     assert not one.states
-    assert one.frames_for(7) is None
+    assert one.frames_for(2) is None

@@ -135,13 +135,11 @@ class FlatGradients:
         for bucket in self.buckets:
             bucket.clear()
 
-    def discard(self) -> bool:
-        """Discard the added gradients; return True if a bucket was sent, so that this step cannot be repeated."""
-        was_sent = self._num_sent > 0
-        self.is_spoiled = self.is_spoiled or was_sent
+    def discard(self) -> None:
+        """Discard the added gradients. If a bucket was sent, the step cannot be repeated."""
+        self.is_spoiled = self.is_spoiled or self._num_sent > 0
         for bucket in self.buckets:
             bucket.clear()
-        return was_sent
 
 
 class BroadcastBuffer:

@@ -14,16 +14,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ps_protocol.errors import BadModel
 from ps_protocol.plan import make_ring_plan
 
 from ...client.pserver_group import DeclaredRun
-from ...client.round_results import Outcomes
 from ...session.host import Host
 from ...session.session import Session
 from ..engine import StepEngine, StepGradients, StepProgress
 from ..local_steps import LocalSteps
 from ..model_tensors import TrainedModel
 from .buffers import BroadcastBuffer, FlatBucket, FlatGradients
+from .tally import Tally, TallyVector
+
+
+class HostExchange:
+    """The exchange of a step, in each process of a host: gradients go to process 0, and values come from there."""
+
+    def __init__(self, host: Host, model: TrainedModel, device: torch.device, bucket_bytes: int) -> None:
+        """Broadcast the values that the run begins with. `device` has the same type in all processes."""
+        host.connect_tensors(device)
+        place = host.place
+        self.gradients = FlatGradients(
+            model.parameters, bucket_bytes, device, lambda bucket: host.tensors.reduce(bucket.flat)
+        )
+        self._host = host
+        self._tally = TallyVector(list(model.parameters), place.process, place.num_processes, torch.device("cpu"))
+        self._values = BroadcastBuffer(model.pulled, device)
+        self.broadcast(BroadcastBuffer({**model.pulled, **model.stored}, device))
+
+    def sum_up(self, contribution: StepGradients) -> Tally:
+        """Sum the gradients of all processes in process 0, and return what they have."""
+        self.gradients.check(contribution.gradients)
+        self.gradients.send_rest(contribution.gradients)
+        tally = self.agree("step()", contribution)
+        self._host.tensors.finish()
+        return tally
+
+    def agree(self, call: str, contribution: StepGradients) -> Tally:
+        """Return the gradients that the processes have. Raises BadModel if another one does not make the same call."""
+        self._tally.fill(contribution.gradients.keys(), is_finite=contribution.is_finite, terms=call)
+        self._host.control.all_reduce(self._tally.vector)
+        self._host.control.finish()
+        tally = self._tally.read()
+        if not tally.has_same_terms:
+            self._host.tensors.close()
+            raise BadModel(
+                f"another process of this host has not called {call} of its optimizer, but another method. All "
+                "processes make the same calls in the same order"
+            )
+        return tally
+
+    def broadcast(self, values: BroadcastBuffer | None = None) -> None:
+        """Replace the pulled values of this process, or these, by those of process 0."""
+        values, sends = values or self._values, self._host.is_leader
+        values.begin_broadcast(self._host.tensors, 0, sends=sends)
+        self._host.tensors.finish()
+        if not sends:
+            values.write_back()
 
 
 class HostLeader:
@@ -37,23 +84,10 @@ class HostLeader:
         self._host = host
         self._client = session.client
         self._engine = engine
-        self._names = list(model.parameters)
         self._num_handed_on = 0  # buckets of the next step, whose mean is on its way already
         bucket_bytes = self._client.settings.chosen_bucket_bytes
-        host.send(
-            "started",
-            round=self.progress.version,
-            nonfinite=self._client.run.nonfinite,
-            bucket_bytes=bucket_bytes,
-            outcomes=self._client.results.outcomes,
-            grad_norm=None,
-        )
-        host.open_group(device)
-        self._send_values(BroadcastBuffer({**model.pulled, **model.stored}, device))
-        self._values = BroadcastBuffer(model.pulled, device)
-        self._gradients = FlatGradients(
-            model.parameters, bucket_bytes, device, lambda bucket: host.collectives.reduce(bucket.flat)
-        )
+        host.send(nonfinite=self._client.run.nonfinite, bucket_bytes=bucket_bytes, **self._result())
+        self._exchange = HostExchange(host, model, device, bucket_bytes)
 
     def follow_parameters(self) -> None:
         """Implement `StepEngine.follow_parameters`."""
@@ -65,9 +99,10 @@ class HostLeader:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Implement `StepEngine.add_gradient`. Buckets that all processes have reduced are passed on to the run."""
-        self._gradients.add(name, gradient)
-        while self._host.collectives.has_ended(self._num_handed_on):
-            bucket = self._gradients.buckets[self._num_handed_on]
+        gradients = self._exchange.gradients
+        gradients.add(name, gradient)
+        while self._host.tensors.has_ended(self._num_handed_on):
+            bucket = gradients.buckets[self._num_handed_on]
             self._num_handed_on += 1
             for filled, mean in self._mean_of(bucket).items():
                 if filled in bucket.filled:
@@ -79,19 +114,19 @@ class HostLeader:
 
     def discard_gradients(self) -> None:
         """Implement `StepEngine.discard_gradients`."""
-        self._gradients.discard()
+        self._exchange.gradients.discard()
         self._engine.discard_gradients()
 
     def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. Blocks for the other processes, which receive parameters or the error."""
+        try:
+            of_host = self._sum_up(contribution)
+        finally:
+            self._exchange.gradients.clear()
+            self._num_handed_on = 0
         with self._host.reporting_failure():
-            try:
-                of_host = self._sum_up(contribution)
-            finally:
-                self._gradients.clear()
-                self._num_handed_on = 0
             self._engine.step(of_host)
-            self._send_result()
+        self._send_result()
 
     def _sum_up(self, contribution: StepGradients) -> StepGradients:
         """Return the contribution of the host.
@@ -99,79 +134,55 @@ class HostLeader:
         A parameter has no gradient if no process has one. If the gradients of a process have overflowed, the host
         contributes none.
         """
-        gradients = contribution.gradients
-        self._gradients.check(gradients)
-        self._gradients.send_rest(gradients)
-        lines = self._host.receive("step", self._client.joined.round_timeout_seconds)
-        self._host.finish()
+        tally = self._exchange.sum_up(contribution)
         means: dict[str, Tensor] = {}
-        for index, bucket in enumerate(self._gradients.buckets):
+        for index, bucket in enumerate(self._exchange.gradients.buckets):
             means.update(bucket.parts if index < self._num_handed_on else self._mean_of(bucket))
-        if not (contribution.is_finite and all(line["is_finite"] for line in lines)):
+        if tally.nonfinite:
             return contribution._replace(gradients={}, is_finite=False)
-        absent = {*self._names} - gradients.keys()
-        for line in lines:
-            absent.intersection_update(self._names[index] for index in line["absent"])
-        return contribution._replace(gradients={name: means[name] for name in self._names if name not in absent})
+        return contribution._replace(gradients={name: means[name] for name in tally.present})
 
     def synchronize(self) -> bool:
         """Implement `StepEngine.synchronize`. Without `max_delay` there is nothing to wait for."""
         if not self._client.joined.consistency.max_delay:
             return False
+        self._exchange.agree("synchronize()", StepGradients({}))
         with self._host.reporting_failure():
-            self._host.receive("synchronize", self._client.joined.round_timeout_seconds)
             is_written = self._engine.synchronize()
-            self._send_result()
+        self._send_result()
         return is_written
 
     def _send_result(self) -> None:
-        self._host.send(
-            "result",
-            round=self.progress.version,
-            begun=self.progress.begun,
-            grad_norm=self._client.results.grad_norm,
-            outcomes=self._client.results.outcomes,
-        )
-        self._send_values(self._values)
+        self._host.send(**self._result())
+        self._exchange.broadcast()
 
-    def _send_values(self, values: BroadcastBuffer) -> None:
-        values.begin_broadcast(self._host.collectives, 0, sends=True)
-        self._host.finish()
+    def _result(self) -> dict[str, Any]:
+        results = self._client.results
+        return {
+            "round": self.progress.version,
+            "begun": self.progress.begun,
+            "grad_norm": results.grad_norm,
+            "skipped": [*results.skipped],
+        }
 
 
 class HostFollower:
     """The engine of the other processes: gradients go to process 0, and parameters come from there."""
 
     def __init__(
-        self,
-        session: Session,
-        host: Host,
-        model: TrainedModel,
-        digests: Mapping[str, str],
-        device: torch.device,
-        local: LocalSteps | None,
+        self, session: Session, host: Host, model: TrainedModel, device: torch.device, local: LocalSteps | None
     ) -> None:
-        """Write the values that the run begins with to the parameters. Blocks until process 0 has them.
-
-        `digests` of the model must be the same in all processes.
-        """
+        """Write the values that the run begins with to the parameters. Blocks until process 0 has them."""
         self._host = host
         self._client = session.client
-        self._names = list(model.parameters)
         self._local = local
         self._averages = model.averages
-        self.progress = StepProgress()
-        host.send("model", model=digests)
-        [started] = host.receive("started")
+        started = host.receive()
+        self.progress = StepProgress(begun=started["begun"])
         # Only process 0 has a plan.
         self._client.begin_run(DeclaredRun(make_ring_plan([]), nonfinite=started["nonfinite"]))
-        host.open_group(device)
-        self._gradients = FlatGradients(
-            model.parameters, started["bucket_bytes"], device, lambda bucket: host.collectives.reduce(bucket.flat)
-        )
-        self._receive_values(BroadcastBuffer({**model.pulled, **model.stored}, device), started)
-        self.progress.begun = self.progress.version
-        self._values = BroadcastBuffer(model.pulled, device)
+        self._exchange = HostExchange(host, model, device, started["bucket_bytes"])
+        self._adopt(started)
 
     def follow_parameters(self) -> None:
         """Implement `StepEngine.follow_parameters`. Values are copied to the parameters' current memory."""
@@ -183,21 +194,18 @@ class HostFollower:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Implement `StepEngine.add_gradient`."""
-        self._gradients.add(name, gradient)
+        self._exchange.gradients.add(name, gradient)
 
     def discard_gradients(self) -> None:
         """Implement `StepEngine.discard_gradients`."""
-        self._gradients.discard()
+        self._exchange.gradients.discard()
 
     def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. Process 0 decides the hyperparameters. Raises the errors of process 0, too."""
-        gradients = contribution.gradients
-        self._gradients.check(gradients)
-        self._gradients.send_rest(gradients)
-        absent = [index for index, name in enumerate(self._names) if name not in gradients]
-        self._host.send("step", absent=absent, is_finite=contribution.is_finite)
-        self._host.finish_with_leader()
-        self._gradients.clear()
+        try:
+            self._exchange.sum_up(contribution)
+        finally:
+            self._exchange.gradients.clear()
         self.progress.begun += 1
         self._receive_result()
 
@@ -205,26 +213,24 @@ class HostFollower:
         """Implement `StepEngine.synchronize`. Without `max_delay` there is nothing to wait for."""
         if not self._client.joined.consistency.max_delay:
             return False
-        self._host.send("synchronize")
+        self._exchange.agree("synchronize()", StepGradients({}))
         self._receive_result()
         return True
 
     def _receive_result(self) -> None:
         try:
-            [result] = self._host.receive("result")
+            result = self._host.receive()
         except BaseException:
             self.progress.begun = self.progress.version  # as in process 0: the steps after a failed step fail with it
             raise
         self.progress.num_rollbacks += result["begun"] < self.progress.begun
         self.progress.begun = result["begun"]
-        self._receive_values(self._values, result)
+        self._exchange.broadcast()
+        self._adopt(result)
 
-    def _receive_values(self, values: BroadcastBuffer, results: Mapping[str, Any]) -> None:
-        values.begin_broadcast(self._host.collectives, 0, sends=False)
-        self._host.finish()
-        values.write_back()
+    def _adopt(self, result: Mapping[str, Any]) -> None:
         self._averages.write_back()
-        self.progress.version = results["round"]
-        self._client.adopt_results(results["round"], Outcomes(*results["outcomes"]), results["grad_norm"])
+        self.progress.version = result["round"]
+        self._client.adopt_results(result["round"], result["skipped"], result["grad_norm"])
         if self._local is not None:
             self._local.begin_count()
