@@ -86,6 +86,24 @@ def make_control_client(
     return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=TIMEOUT)
 
 
+class BlockingTransport(httpx.HTTPTransport):
+    """A blocking transport. A client certificate that the service refuses raises httpx.ConnectError, as above."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send the request as httpx does, and convert ssl.SSLError to httpx.ConnectError."""
+        try:
+            return super().handle_request(request)
+        except ssl.SSLError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+
+
+def make_blocking_client(tls: TlsFiles, tokens: TokenPair | None) -> httpx.Client:
+    """Return a client that blocks and never uses a proxy; safe to use from several threads."""
+    transport = BlockingTransport(verify=client_context(tls), trust_env=False, limits=LIMITS)
+    auth = None if tokens is None else BearerAuth(tokens)
+    return httpx.Client(transport=transport, auth=auth, trust_env=False, timeout=TIMEOUT)
+
+
 class GatewayPage(httpx.RemoteProtocolError):
     """An answer that does not come from Gradpost.
 

@@ -9,12 +9,11 @@ Files are read again when they change, without a restart. No message or log cont
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -132,26 +131,24 @@ class TokenPair:
             raise SettingsError(f"{problem}; `gradpost token create` writes one")
         return self._last
 
-    async def wait_for_token(self, seconds: float, warn: Warn, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there is a token, and call `warn` once about it. Services may start before the file is written.
+    def wait_for_token(self, seconds: float, warn: Warn) -> Iterator[float]:
+        """Yield the seconds to pause until there is a token. Services may start before the file is written.
 
-        Return False if `give_up` returns True before that. Raises SettingsError after `seconds`.
+        Calls `warn` once about it, and raises SettingsError after `seconds`.
         """
         deadline = time.monotonic() + seconds
         is_said = False
         while True:
             try:
                 self.read()
-                return True
+                return
             except SettingsError as error:
                 if time.monotonic() > deadline:
                     raise
                 if not is_said:
                     warn(f"waiting for a token, {seconds:g} s at most: {error}")
                     is_said = True
-            if give_up():
-                return False
-            await asyncio.sleep(_POLL_SECONDS)
+            yield _POLL_SECONDS
 
 
 class TokenFolder:

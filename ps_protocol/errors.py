@@ -203,7 +203,8 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("unknown_block", BadInput, 422, False, "the block is not in the plan, or is on another pserver"),
     ("wrong_shape", BadInput, 422, False, "the block's shape is not the plan's"),
     ("wrong_dtype", BadInput, 422, False, "the block's dtype is not the plan's"),
-    ("non_finite_gradient", NonFiniteGradient, 422, False, "a gradient holds NaN or infinity, under `reject`"),
+    ("non_finite_gradient", NonFiniteGradient, 422, False, "a gradient holds NaN or infinity, under `reject`; "
+    "trainers raise it"),
     ("gradient_changed", BadInput, 422, False, "a script changed a gradient that `overlap` had sent"),
     ("bad_model", BadModel, 422, False, "the declared parameters or settings cannot be planned"),
     ("unsupported_optimizer", BadInput, 422, False, "the optimizer is not on the list, or has wrong flags"),
@@ -227,7 +228,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("no_update_log", Conflict, 409, False, "the run has no log, so that its updates cannot be read"),
     ("diverged", Conflict, 409, False, "the reader's last update is another one than in the log of the pserver"),
     ("superseded", Conflict, 409, False, "a standby has replaced the pserver, whose process may follow it now"),
-    ("not_leader", Conflict, 409, False, "the process follows a pserver, `current`, and serves only reads"),
+    ("not_leader", StalePserver, 409, False, "the process follows a pserver, `current`, and serves only reads"),
     ("replica_mismatch", Conflict, 409, False, "a follower has another build of torch or CPU capability than its "
     "leader"),
     ("delay_exceeded", Conflict, 409, False, "a gradient was computed on parameters older than `max_delay` allows"),
@@ -259,6 +260,8 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("run_over", Ended, 410, False, "the run is finished and this cluster serves no other"),
     ("run_stopped", RunStopped, 410, False, "an administrator stopped the run"),
     ("apply_failed", Ended, 500, False, "the optimizer failed on a pserver; its shard is in an unknown state"),
+    ("non_finite_update", Ended, 410, False, "finite gradients have overflowed, or a client does not check "
+    "them; the update was not applied"),
     ("storage_failed", StorageFailed, 507, False, "a write to a disk failed, or a folder cannot be used"),
     ("unsupported_format", UnsupportedFormat, 507, False, "another version wrote a log or checkpoint"),
     ("unreachable", Unreachable, 504, False, "a service did not answer for the whole retry time; clients raise it"),

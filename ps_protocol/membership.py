@@ -154,6 +154,9 @@ class HeldRun(Message):
     attempt: Ordinal
     plan: Identifier = Field(description="digest of the slice plan")
     rounds: FrozenRounds
+    has_rebooted: Flag = Field(
+        default=False, description="whether its machine was booted since, so that the end of its log may be lost"
+    )
 
 
 class RegisterPserver(Message):
@@ -213,7 +216,7 @@ class InstallRun(Message):
     max_grad_norm: Real | None = Field(
         default=None, description="norm to clip to: a round is applied once a get carries its norm"
     )
-    round_timeout_seconds: Number = Field(
+    patience_seconds: Number = Field(
         description="time after which waiting requests fail: the sum of round time-out, rejoin time-out and lease"
     )
     durability: Durability = "none"

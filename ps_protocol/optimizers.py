@@ -118,9 +118,6 @@ class OptimizerSpec:
 MEAN = "mean"
 LOWEST_RANK = "lowest_rank"
 BUFFER_RULES: dict[str, OptimizerRule] = {rule: OptimizerRule(("lr",), (rule,)) for rule in (MEAN, LOWEST_RANK)}
-# The state of the trainer's GradScaler, with whose scale a round's gradients were made. No update rule uses it.
-# `after` is the newest round whose outcome is in it.
-SCALER_NUMBERS = ("after", "scale", "growth_tracker")
 _ADAM = OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("amsgrad", "maximize", "decoupled_weight_decay"))
 
 RULES: Mapping[str, OptimizerRule] = {
@@ -199,20 +196,17 @@ def _check_members(name: str, members: Sequence[Sequence[Any]], num_groups: int)
 def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperParameters]:
     """Return one dictionary of numbers for each parameter group, or raise BadInput.
 
-    Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1). One more dictionary may
-    follow, of SCALER_NUMBERS.
+    Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1).
     """
-    num_groups = len(groups) - (find_scaler(groups) is not None) if isinstance(groups, list) else None
-    if not isinstance(groups, list) or num_groups != len(spec.group_flags):
+    if not isinstance(groups, list) or len(groups) != len(spec.group_flags):
         raise BadInput(
             "hyperparameters must be a list with one object for each parameter group",
             code="bad_hyper_parameters",
             expected=f"{len(spec.group_flags)} groups",
-            actual=f"{groups!r:.80}" if num_groups is None else f"{num_groups} groups",
+            actual=f"{len(groups)} groups" if isinstance(groups, list) else f"{groups!r:.80}",
         )
     for index, numbers in enumerate(groups):
-        is_scaler = index == num_groups
-        names = SCALER_NUMBERS if is_scaler else (BUFFER_RULES.get(spec.rule(index)) or RULES[spec.rule(index)]).numbers
+        names = (BUFFER_RULES.get(spec.rule(index)) or RULES[spec.rule(index)]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadInput(
                 f"group {index} of {spec.name} must have exactly the expected hyperparameters",
@@ -226,30 +220,17 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
 
 
 def find_difference(one: Sequence[HyperParameters], other: Sequence[HyperParameters]) -> tuple[str, object, object]:
-    """Return the first hyperparameter that differs, and its two values. A contribution may lack a GradScaler's state.
+    """Return the first hyperparameter that differs, and its two values.
 
     >>> find_difference([{"lr": 0.1, "eps": 0.0}], [{"lr": 0.2, "eps": 0.0}])
     ('lr of parameter group 0', 0.1, 0.2)
-    >>> find_difference([{"lr": 0.1}], [{"lr": 0.1}, {"after": 6, "scale": 1024.0, "growth_tracker": 2}])
-    ('after of the GradScaler', None, 6)
     """
-    mine, theirs = (
-        {(i, name): group[name] for i, group in enumerate(groups) for name in group} for groups in (one, other)
+    return next(
+        (f"{name} of parameter group {index}", mine[name], theirs[name])
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=True))
+        for name in mine
+        if mine[name] != theirs[name]
     )
-    index, name = key = next(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
-    place = "the GradScaler" if name in SCALER_NUMBERS else f"parameter group {index}"
-    return f"{name} of {place}", mine.get(key), theirs.get(key)
-
-
-def find_scaler(groups: Sequence[HyperParameters]) -> HyperParameters | None:
-    """Return the state of the trainer's GradScaler in hyperparameters, if they have one.
-
-    >>> find_scaler([{"lr": 0.1}, {"after": 6, "scale": 1024.0, "growth_tracker": 2}])
-    {'after': 6, 'scale': 1024.0, 'growth_tracker': 2}
-    >>> find_scaler([{"lr": 0.1}])
-    """
-    last = groups[-1] if groups else None
-    return last if isinstance(last, dict) and last.keys() == set(SCALER_NUMBERS) else None
 
 
 def _check_number(group: int, key: str, value: object) -> None:

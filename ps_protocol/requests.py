@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
 from .errors import BadInput
 from .fence import MAX_DIGITS, is_decimal
 from .fields import Count, Flag, Label, Message, Note, Number, Ordinals, Rank, Round
@@ -29,13 +27,10 @@ WAIT_HEADER = "gradpost-wait-seconds"  # after which the server answers round_pe
 # Metadata of a contribution's last frame.
 NUM_BLOCKS_KEY = "num_blocks"
 HYPER_PARAMETERS_KEY = "hyper_parameters"
-NUM_SLOTS_KEY = "num_slots"
 COMPUTED_ON_KEY = "computed_on"
 
-# Metadata of the answer to a get: in the synchronous mode the outcome of the newest rounds.
+# Metadata of the answer to a get: in the synchronous mode the outcome of its round.
 SKIPPED_KEY = "skipped_for"  # the trainers whose gradients were not finite, so that the round was skipped
-SKIPPED_BEFORE_KEY = "skipped_before"  # the same of rounds before it, which `max_delay` lets a trainer miss
-GRAD_SCALER_KEY = "grad_scaler"
 SINCE_KEY = "since"  # blocks that have not changed after this round are left out
 APPLIED_KEY = "applied"  # in asynchronous modes: the number of applied contributions of all trainers
 HISTORY_KEY = "history"  # of a shard between contributions: the newest step of each trainer in it
@@ -52,10 +47,9 @@ MAX_WAIT_SECONDS = 30.0
 class Completion:
     """The announcement of a whole contribution to a pserver, which its last frame carries."""
 
-    num_blocks: int  # in all frames to this pserver
+    num_blocks: int  # in all frames to this pserver, with slots and step states
     hyper_parameters: list[HyperParameters]
     computed_on: Round | None = None  # asynchronous modes: the step after which the parameters were pulled
-    num_slots: int = 0  # slots and step states in other frames of the contribution
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the frame."""
@@ -65,8 +59,6 @@ class Completion:
         }
         if self.computed_on is not None:
             metadata[COMPUTED_ON_KEY] = str(self.computed_on)
-        if self.num_slots:
-            metadata[NUM_SLOTS_KEY] = str(self.num_slots)
         return metadata
 
     @classmethod
@@ -83,7 +75,6 @@ class Completion:
             num_blocks,
             check_hyper_parameters(optimizer, hyper_parameters),
             _read_number(metadata, COMPUTED_ON_KEY, MAX_DIGITS),
-            _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0,
         )
 
 
@@ -101,7 +92,7 @@ class Barrier:
     """A barrier of a trainer, by itself or with a pull."""
 
     kind: Literal["batch", "fetch"] = "batch"
-    is_finite: bool = True  # the trainer's gradient, as far as the trainer and the pservers have found
+    is_finite: bool = True  # the verdict of the trainer on its gradient
 
     def to_headers(self) -> dict[str, str]:
         """Return the headers of a barrier request, or of the pull that carries the barrier."""
@@ -183,35 +174,21 @@ class Pulled:
 
     version: Round
     base: Round | None  # blocks that have not changed after it were omitted, and deltas apply to it
-    skipped: Mapping[Round, tuple[Rank, ...]]  # skipped rounds among the newest: the ranks with NaN or infinity
-    scaler: HyperParameters | None  # the state of the lowest rank's GradScaler in this round
+    skipped_for: tuple[Rank, ...]  # the ranks with NaN or infinity, because of which the round was skipped
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the outcome.
 
-        >>> Pulled(7, None, {6: (1,), 7: (0,)}, None).to_metadata()
-        {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}
+        >>> Pulled(7, None, (0,)).to_metadata()
+        {'skipped_for': '[0]'}
         """
-        before = {round_: ranks for round_, ranks in self.skipped.items() if round_ < self.version}
-        metadata = {}
-        if self.version in self.skipped:
-            metadata[SKIPPED_KEY] = json.dumps(self.skipped[self.version])
-        if before:
-            metadata[SKIPPED_BEFORE_KEY] = json.dumps(before)
-        if self.scaler is not None:
-            metadata[GRAD_SCALER_KEY] = json.dumps(self.scaler)
-        return metadata
+        return {SKIPPED_KEY: json.dumps(self.skipped_for)} if self.skipped_for else {}
 
     @classmethod
     def from_metadata(cls, version: Round, metadata: Mapping[str, str]) -> Pulled:
         """Read the metadata of a pserver's answer."""
-        before = json.loads(metadata.get(SKIPPED_BEFORE_KEY, "{}"))
-        skipped = {int(round_): tuple(ranks) for round_, ranks in before.items()}
-        if SKIPPED_KEY in metadata:
-            skipped[version] = tuple(json.loads(metadata[SKIPPED_KEY]))
         base = metadata.get(SINCE_KEY)
-        scaler = json.loads(metadata.get(GRAD_SCALER_KEY, "null"))
-        return cls(version, None if base is None else int(base), skipped, scaler)
+        return cls(version, None if base is None else int(base), tuple(json.loads(metadata.get(SKIPPED_KEY, "[]"))))
 
 
 class PushAnswer(Message):
@@ -221,9 +198,6 @@ class PushAnswer(Message):
     staged: Count = 0
     duplicates: Count = 0
     complete: Flag = False
-    finite: Flag = Field(
-        default=True, description="policy skip_round: whether the pushed gradient holds neither NaN nor infinity"
-    )
 
 
 class BarrierAnswer(Message):

@@ -1,10 +1,12 @@
 """The fail-over: a standby takes the place of a pserver that does not answer any more.
 
     suspect ──► probe ──no answer──► persist the suspicion ──► fence a standby ──► register it, persist ──► promote it
+            ──► freeze the pservers, decide, install, as after any restart (reconcile.py)
 
-A pserver is suspected by its standbys, by trainers, and by requests that it does not answer. No probe is made if its
-process has ended, if it stops or stalls, or if its lease is over. There is one task for each shard. While it replaces
-the pserver, no change of members begins. The change that follows is an ordinary one, as after a restart of the pserver.
+A pserver is suspected by its standbys and by a restarted process of it (here), by trainers, supervisors and its own
+heartbeats (app.py), at the end of its lease (coordinator.py), and by requests that it does not answer (reconcile.py).
+No probe is made if its process has ended, if it stops or stalls, or if its lease is over. There is one task for each
+shard. While it replaces the pserver, no change of members begins.
 
 A member of the in-sync set replaces the pserver, which may be alive: without the confirmations of that standby it
 acknowledges nothing. Without a member, as with another durability than `replicated`, the run waits for the restart.
@@ -128,15 +130,14 @@ class FailOver:
             known.append(successor.restored or 0)
             silent |= {successor.instance}
         is_whole = held is not None and (held.run, held.attempt) == run.record.attempt_id and not held.rounds.is_short
+        until_reports = cluster.lease_seconds if member and member.is_restored else 0.0
+        patience = run.settings.rejoin_timeout_seconds / 2
         role = judge_registration(
             held.rounds.applied if held is not None and is_whole else None,
             max(known),
             has_member=bool(members),
             silent_seconds=self._shell.now() - member.seen_at if member and silent - self._ended else math.inf,
-            limits=(
-                cluster.lease_seconds if member and member.is_restored else 0.0,  # until all members have reported
-                run.settings.rejoin_timeout_seconds / 2,
-            ),
+            limits=(patience if held is not None and held.has_rebooted else until_reports, patience),
         )
         if role == "waits":
             text = f"a standby in sync with pserver {index} does not report"
@@ -192,7 +193,7 @@ class FailOver:
     def suspect_lost(self) -> None:
         """Suspect pservers with an expired lease, and those that were fenced before the coordinator restarted."""
         registry = self._cluster.registry
-        fenced = (index for index, replicas in registry.replicas.items() if replicas.is_fenced)
+        fenced = (index for index, replicas in registry.replicas.items() if replicas.is_suspected)
         for index in {*registry.known.keys() - registry.members.keys(), *fenced}:
             self.suspect(index, registry.incarnations[index])
 
@@ -245,12 +246,13 @@ class FailOver:
             return
         has_ended = member.record.instance in self._ended or member.is_lost
         is_certain = has_ended or member.heartbeat.is_stopping or member.heartbeat.is_stalled
-        is_certain |= registry.replicas[index].is_fenced
+        is_certain |= registry.replicas[index].is_suspected
         if not is_certain and await self._probe(member):
             return
         if not self._is_to_be_replaced(index, incarnation):
             return
-        log.warning("a pserver does not answer; a standby replaces it", pserver=index, incarnation=incarnation)
+        news = "a pserver stops, stalls, has ended or is silent; a standby replaces it"
+        log.warning(news, pserver=index, incarnation=incarnation)
         self._replacing.add(index)
         self._cluster.registry = self._cluster.registry.change_replicas(index, Replicas.suspect)
         await self._persist_patiently()

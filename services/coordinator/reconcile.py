@@ -337,7 +337,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         consistency=settings.consistency,
         nonfinite=run.nonfinite,
         max_grad_norm=run.record.declaration.max_grad_norm,
-        round_timeout_seconds=settings.patience_seconds,
+        patience_seconds=settings.patience_seconds,
         durability=settings.log_durability,
         checkpoint_rounds=run.checkpoint_interval,
         keep_checkpoints=settings.keep_checkpoints,

@@ -87,7 +87,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     )
     nonfinite: NonfinitePolicy = Field(
         default="reject",
-        description="policy for gradients with NaN or infinity: `reject` the push, `skip_round` on all pservers "
+        description="policy for gradients with NaN or infinity: `reject` the step, `skip_round` on all pservers "
         "(synchronous mode; required by `torch.amp.GradScaler`), or `allow` them",
     )
     push_type: PushType = Field(

@@ -1,4 +1,7 @@
-"""HTTP API of a pserver: binary tensor endpoints, and control endpoints for the coordinator."""
+"""HTTP API of a pserver: binary tensor endpoints, and control endpoints for the coordinator.
+
+In a standby `Pserver` refuses all but the reads and the fail-over, with the address of the leader.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,17 @@ from fastapi import FastAPI, Response
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
-from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, WantCheckpoint
+from ps_protocol.membership import (
+    Freeze,
+    FrozenRounds,
+    InstallMembers,
+    InstallRun,
+    PserverRegistered,
+    RegisterPserver,
+    WantCheckpoint,
+)
 from ps_protocol.messages import PserverState
+from ps_protocol.standbys import FenceStandby
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
@@ -18,6 +30,7 @@ from services.runtime.metrics import ServiceMetrics
 
 from . import openapi
 from .endpoints import TensorEndpoints
+from .heartbeat import describe_state
 from .inspection import add_inspection_routes
 from .pserver import Pserver
 from .replication import add_replication_routes
@@ -27,7 +40,7 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
     """Return the application, which runs on the event loop that serves it."""
     app = make_app(
         title="Gradpost pserver", role="pserver", metrics=metrics, lifespan=lifespan,
-        is_ready=lambda: "registration with the coordinator" if pserver.index is None else None,
+        is_ready=lambda: pserver.missing,
     )  # fmt: skip
     tensors = TensorEndpoints(pserver)
     large = LargeReplies()
@@ -73,11 +86,21 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
         """Change the members of the run, or end it."""
         await pserver.install_members(message)
 
+    @app.put(routes.FENCE_STANDBY, tags=["control"])
+    async def fence_standby(message: FenceStandby) -> RegisterPserver:
+        """Confirm and apply no update of an incarnation of the pserver, or an earlier one, from now on."""
+        return await pserver.fence(message)
+
+    @app.put(routes.PROMOTE_STANDBY, tags=["control"], status_code=204, response_class=Response)
+    async def promote_standby(message: PserverRegistered) -> None:
+        """Become the pserver, after a fence."""
+        await pserver.promote(message)
+
     @app.get(routes.STATE, tags=["inspection"])
     async def state(digest: bool = False) -> PserverState:
         """Return the run, its barriers and counters; with `digest` also a digest of the whole state."""
         async with large.slot() if digest else nullcontext():
-            return await pserver.describe_state(with_digest=digest)
+            return await describe_state(pserver, with_digest=digest)
 
     add_inspection_routes(app, pserver, large)
     add_replication_routes(app, pserver)

@@ -46,13 +46,15 @@ class TensorEndpoints:
         await _send_json(send, await self._receive_blocks(scope, receive, *self._begin(scope), initial=True))
 
     def _begin(self, scope: Scope) -> tuple[dict[str, str], Fence, Run]:
+        run = self._pserver.run  # first, since a standby refuses every request
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        return headers, Fence.from_headers(headers), self._pserver.run
+        return headers, Fence.from_headers(headers), run
 
     async def _receive_blocks(
         self, scope: Scope, receive: Receive, headers: dict[str, str], fence: Fence, run: Run, *, initial: bool
     ) -> PushAnswer:
         num_bytes = content_length(headers, self._limits)  # a body of unknown or excessive length is not read at all
+        # For its errors only: a repeated push is received, and answered after its checks.
         run.admit_initial(fence) if initial else run.admit_push(fence)
         most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
         if num_bytes > most:
@@ -120,9 +122,7 @@ class TensorEndpoints:
         headers, fence, run = self._begin(scope)
         pull = Pull.from_headers(fence.round, headers)
         if headers.get("content-type") == CONTENT_TYPE:
-            pushed = await self._receive_blocks(scope, receive, headers, fence, run, initial=False)
-            if pull.barrier is not None and not pushed.finite:
-                pull = replace(pull, barrier=replace(pull.barrier, is_finite=False))
+            await self._receive_blocks(scope, receive, headers, fence, run, initial=False)
         elif headers.get("content-length") != "0":
             pull = replace(pull, names=tuple(await _receive_names(scope, receive)))
         run.check_fence(fence)

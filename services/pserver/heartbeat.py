@@ -1,4 +1,4 @@
-"""Descriptions of a run for heartbeats and for readers of its state."""
+"""The messages with which a pserver or a standby describes itself and its run: heartbeats, reports, and its state."""
 
 from __future__ import annotations
 
@@ -7,14 +7,38 @@ from typing import Any
 
 import xxhash
 
+from ps_config.process_meter import measure_process
+from ps_config.versions import installed_versions
 from ps_protocol.errors import Ended
+from ps_protocol.messages import PserverHeartbeat, PserverState
+from ps_protocol.process_reports import Software
+from ps_protocol.standbys import ReportStandby
+from ps_protocol.vocabulary import PROTOCOL_VERSION
 
+from .following.follower import Follower
+from .pserver import Pserver
 from .run.run import Run
 from .shard.tensors import StagedBlock
 
 
-def describe_run(run: Run) -> dict[str, Any]:
-    """Return the members of `PserverHeartbeat` that belong to this run."""
+def make_heartbeat(pserver: Pserver) -> PserverHeartbeat:
+    """Return the message that the coordinator gets regularly."""
+    run = pserver.shown
+    described: dict[str, Any] = {"run": None, "round": 0} if run is None else _describe_run(run)
+    if pserver.is_stopping:
+        described["standbys"] = None  # it answers them no more, and lets one replace it
+    return PserverHeartbeat(
+        incarnation=pserver.incarnation or 0,
+        is_stopping=pserver.is_stopping,
+        software=Software(**installed_versions()),
+        process=measure_process(
+            sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
+        ),
+        **described,
+    )
+
+
+def _describe_run(run: Run) -> dict[str, Any]:
     missing, waiting_seconds = run.late
     return {
         "run": run.installed.run,
@@ -34,6 +58,40 @@ def describe_run(run: Run) -> dict[str, Any]:
         **run.describe_progress(),
         **run.metrics.describe(),
     }
+
+
+def describe_standby(follower: Follower, address: str, *, is_stopping: bool = False) -> ReportStandby:
+    """Return the report of a standby to the coordinator."""
+    replica, lag = follower.replica, follower.lag
+    return ReportStandby(
+        protocol=PROTOCOL_VERSION,
+        instance=follower.instance,
+        address=address,
+        is_stopping=is_stopping,
+        lost=follower.lost,
+        follows=follower.index,
+        run=replica.installed.run if replica else None,
+        attempt=replica.installed.attempt if replica else 0,
+        round=replica.round if replica else 0,
+        lag_rounds=lag.rounds,
+        lag_bytes=lag.num_bytes,
+        lag_seconds=lag.seconds(asyncio.get_running_loop().time()),
+        software=Software(**installed_versions()),
+        process=measure_process(),
+    )
+
+
+async def describe_state(pserver: Pserver, *, with_digest: bool) -> PserverState:
+    """Return the state for inspection. The digest reads the whole shard."""
+    run, follower = pserver.shown, pserver.follower
+    return PserverState(
+        **dict(make_heartbeat(pserver)),
+        index=pserver.index if follower is None else follower.index,
+        leader=follower.leader.leader if follower is not None and follower.leader else None,
+        members=tuple(sorted(run.schedule.members)) if run else (),
+        transports=tuple(sorted(run.transports)) if run else (),
+        digest=await digest_run(run) if run and with_digest else None,
+    )
 
 
 async def digest_run(run: Run) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Response
 
@@ -20,40 +20,13 @@ from services.runtime.large_replies import LargeReplies, LargeReply, stream_chun
 from services.runtime.statistics import Statistics
 
 from .limits import Copies
-from .run.run import Read
-from .shard.shard import MASTER_BYTES, Shard
+from .pserver import Pserver
+from .run.run import Run
+from .shard.shard import MASTER_BYTES
 from .statistics import describe_values
 
-T = TypeVar("T")
 
-
-class ReadableShard(Protocol):
-    """A shard that may change between two reads: of a run, or of a standby."""
-
-    shard: Shard
-
-    def check_readable(self) -> None:
-        """Raise NotReady before the shard is complete."""
-
-    async def read_now(self, read: Read[T]) -> T:
-        """Return what `read` returns between two updates."""
-
-    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
-        """Return what `read` returns right after a round: see `Run.read_after_round`."""
-
-    async def wait_until_held(self) -> None:
-        """Wait until the updates that were read may be seen: see `Run.wait_until_held`."""
-
-
-class ShardSource(Protocol):
-    """A process with a shard."""
-
-    @property
-    def run(self) -> ReadableShard:
-        """The current shard. Raises NotReady without one."""
-
-
-async def read_shard(run: ReadableShard, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+async def read_shard(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
     """Return a frame of these blocks or, without names, of all blocks and buffers in plan order, the blocks first.
 
     They are of one version: that of a round, if one is named, else the newest. In asynchronous modes all blocks contain
@@ -69,7 +42,7 @@ async def read_shard(run: ReadableShard, names: Sequence[str], round_: Round | N
 
 
 async def describe_blocks(
-    run: ReadableShard, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
+    run: Run, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
 ) -> list[Statistics]:
     """Return statistics of each of these blocks after its next update, or as it is if there is none within `seconds`.
 
@@ -81,7 +54,7 @@ async def describe_blocks(
         return list(await asyncio.gather(*(_describe_block(run, name, thread, seconds) for name in names)))
 
 
-async def _describe_block(run: ReadableShard, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
+async def _describe_block(run: Run, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
         await run.wait_until_held()
@@ -90,7 +63,7 @@ async def _describe_block(run: ReadableShard, name: str, thread: ComputeExecutor
     return await thread.run(describe_values, values, version)
 
 
-def _check(run: ReadableShard, names: Sequence[str]) -> None:
+def _check(run: Run, names: Sequence[str]) -> None:
     run.check_readable()
     run.shard.layout.check_names(names)
 
@@ -109,16 +82,18 @@ AtRound: TypeAlias = Annotated[
 Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for the round")]
 
 
-def add_inspection_routes(app: FastAPI, source: ShardSource, large: LargeReplies) -> None:
+def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -> None:
     """Add the routes that read the shard. Large replies share the places of `large`."""
     thread, copies = ComputeExecutor(), Copies()
 
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
     async def shard(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return blocks or, without names, all blocks and buffers of this shard, of one version."""
-        return LargeReply(large, lambda: stream_chunks(read_shard(source.run, name, at, wait_seconds)), CONTENT_TYPE)
+        return LargeReply(
+            large, lambda: stream_chunks(read_shard(pserver.require_shown(), name, at, wait_seconds)), CONTENT_TYPE
+        )
 
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:
         """Return statistics of each of these blocks after its next update, or as it is if there is none in time."""
-        return await describe_blocks(source.run, name, thread, copies, wait_seconds)
+        return await describe_blocks(pserver.require_shown(), name, thread, copies, wait_seconds)

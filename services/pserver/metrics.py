@@ -100,10 +100,24 @@ class PserverMetrics:
         self.held_seconds = seconds(
             "gradpost_push_held_seconds", "Time for which a complete push waited for room in its queues."
         )
-        self.nonfinite = counter("gradpost_nonfinite_pushes", "Pushes with NaN or infinity; not counted under `allow`.")
         self.disagreements = counter(
             "gradpost_hyper_parameter_disagreements",
             "Contributions whose hyperparameters were ignored, because the lowest rank pushed others.",
+        )
+        self.replica_round = gauge("gradpost_replica_round", "Newest applied round of the replica.")
+        self.lag_rounds = gauge("gradpost_replica_lag_rounds", "Rounds of the leader that the replica lacks.")
+        self.lag_bytes = gauge("gradpost_replica_lag_bytes", "Estimated bytes of the updates that the replica lacks.")
+        self.lag_seconds = gauge(
+            "gradpost_replica_lag_seconds",
+            "Time since the leader reported the first round that the replica lacks; 0 if it lacks none.",
+        )
+        self.replica_updates = counter("gradpost_replica_updates", "Updates that were applied to replicas.")
+        self.replica_copies = counter("gradpost_replica_copies", "Copies of the shard that a replica began with.")
+        self.replica_comparisons = counter(
+            "gradpost_replica_comparisons", "Comparisons of the replica's digests with the leader's."
+        )
+        self.replica_differences = counter(
+            "gradpost_replica_differences", "Comparisons that found a block that differs."
         )
         gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.").set_function(
             lambda: compute.num_jobs

@@ -38,7 +38,7 @@ _FENCE = _header(
 _BARRIER = _header(BARRIER_HEADER, "kind of the barrier", required=True, type="string", enum=["batch", "fetch"])
 _CARRIED_BARRIER = {**_BARRIER, "required": False}
 _VERDICT = _header(
-    VERDICT_HEADER, "whether the trainer's gradient is finite, according to the pservers' answers to its pushes",
+    VERDICT_HEADER, "whether the trainer has found its gradient finite",
     type="string", enum=["finite", "nonfinite"],
 )  # fmt: skip
 _NORM = _header(
@@ -68,8 +68,7 @@ PUSH = _operation(
     _answer(PushAnswer),
     description="The body is a safetensors stream. The metadata of a contribution's last push contains `num_blocks` "
     "(the number of blocks that the trainer pushes to this pserver in this round) and `hyper_parameters` (JSON, one "
-    "object for each group, and the state of a `GradScaler` if there is one). A push whose metadata contains `states` "
-    "carries optimizer state.",
+    "object for each group). A push whose metadata contains `states` carries optimizer state.",
     requestBody={"required": True, "content": _BINARY},
 )
 PULL = _operation(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -24,7 +23,7 @@ from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app
 from .durable.disk import Disk
-from .following.process import serve_follower
+from .following.follower import Follower
 from .limits import InFlight
 from .metrics import PserverMetrics
 from .pserver import Pserver
@@ -44,49 +43,33 @@ def main(settings: PserverSettings) -> int:
 
 
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set, or the run is over, in one role after another: see `Registration` and `Reports`."""
-    while True:
-        ended = asyncio.Event()
-        stopping = asyncio.create_task(stop.wait())
-        stopping.add_done_callback(lambda _, ended=ended: ended.set())  # type: ignore[misc]
-        try:
-            exit_code, next_role = await _serve_once(settings, ended)
-        finally:
-            stopping.cancel()
-        if not next_role or stop.is_set():
-            return exit_code
-        settings = settings.model_copy(update={**next_role, "listen_fd": None})
-
-
-async def _serve_once(settings: PserverSettings, stop: asyncio.Event) -> tuple[int, Mapping[str, PserverIndex | None]]:
-    """Serve in one role. Returns the exit code, and the settings of the next role, if there is one."""
+    """Serve until `stop` is set, or the run is over. Returns the exit code."""
     compute = ComputeExecutor()
-    metrics = ServiceMetrics("pserver")
+    metrics = ServiceMetrics("pserver" if settings.follow is None else "standby")
     disk = Disk(settings.state_dir, settings.checkpoints)
     in_flight = InFlight(settings.max_inflight_bytes or usable_memory_bytes() // 4)
     pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, in_flight, disk)
+    pserver.http2 = settings.http2
     app = make_pserver_app(pserver, metrics)
     local = bind_locally() if settings.listens_locally else None
     with local or nullcontext():
+        pserver.local = None if local is None else local_name(local)
         async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
-            name = None if local is None else local_name(local)
-            registration = Registration(pserver, settings, http, local=name)
+
+            def make_follower(index: PserverIndex) -> Follower:
+                return Follower(
+                    index, pserver.instance, disk, http, partial(_open_updates, settings),
+                    compute=compute, pool=pserver.pool, metrics=pserver.metrics,
+                )  # fmt: skip
+
+            registration = Registration(pserver, settings, http, make_follower)
 
             def stay_registered(address: str) -> None:
-                tasks.create_task(registration.run(address, stop))
+                pserver.address = address
+                tasks.create_task(registration.run(stop))
 
-            if settings.follow is None:
-                await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
-                exit_code = registration.exit_code
-            else:
-                exit_code = await serve_follower(
-                    settings, stop, pserver=pserver, app=app, registration=registration, http=http,
-                    open_updates=partial(_open_updates, settings), compute=compute, local=local,
-                )  # fmt: skip
-    compute.close()
-    if registration.next_role:
-        disk.close()
-    return exit_code, registration.next_role
+            await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
+    return registration.exit_code
 
 
 def _open_updates(settings: PserverSettings) -> httpx.AsyncClient:

@@ -1,4 +1,11 @@
-"""The pserver: its identity and the run that it serves, one after another."""
+"""The pserver: its identity and the run that it serves, one after another; or, as a standby, the one that it repeats.
+
+A standby refuses all but reads until it is promoted:
+
+PUT fence ──► the replica stays as it is ──► PUT promote ──► this process is the pserver, and reads no file
+                        │
+                        └── the coordinator names a later incarnation ──► the standby follows again
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,7 @@ import asyncio
 import secrets
 from collections import deque
 from functools import partial
-from typing import Any
 
-from ps_config.process_meter import measure_process
-from ps_config.versions import installed_versions
 from ps_protocol.errors import (
     BadModel,
     Conflict,
@@ -29,13 +33,14 @@ from ps_protocol.membership import (
     InstallMembers,
     InstallRun,
     PserverRegistered,
+    RegisterPserver,
     RequiredStandbys,
     WantCheckpoint,
 )
-from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply, PserverState
+from ps_protocol.messages import PserverHeartbeat, PserverHeartbeatReply
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import Software
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
+from ps_protocol.standbys import FenceStandby
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
@@ -44,7 +49,7 @@ from services.runtime.storage import DamagedFile
 from .durable.disk import Disk
 from .durable.snapshot_writer import Publisher
 from .durable.storage import Ranges, Restored, RunStorage
-from .heartbeat import describe_run, digest_run
+from .following.follower import Follower
 from .limits import InFlight
 from .metrics import PserverMetrics
 from .run.queue_run import QueueRun
@@ -71,6 +76,10 @@ class Pserver:
         disk: Disk | None = None,
     ) -> None:
         self.disk = disk
+        self.address = ""  # its base URL, http2 and `local`: as in `RegisterPserver`
+        self.http2 = True
+        self.local: str | None = None
+        self.follower: Follower | None = None  # while this process is a standby
         self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
         self.index: PserverIndex | None = None
         self.incarnation: Incarnation | None = None
@@ -80,15 +89,16 @@ class Pserver:
         self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
         self.metrics = metrics
+        self.promoted: PserverRegistered | None = None  # the newest registration as a pserver of this standby
         self.is_stopping = False  # the shard is being persisted before the process ends
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self._run: Run | None = None
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
+        self.promoting = asyncio.Lock()
         self._searching = asyncio.Lock()
         self._has_opened_folder = disk is None  # before that the contents of the folder are unknown
-        # The newest runs of this process, so that a late installation restarts none of them.
-        self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
+        self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)  # no late installation restarts one of them
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
@@ -108,10 +118,52 @@ class Pserver:
 
     @property
     def run(self) -> Run:
-        """The current run. Raises NotReady without one."""
+        """The current run. Raises NotReady without one, and StalePserver (`not_leader`) in a standby."""
+        self._check_leads()
         if self._run is None:
             raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
         return self._run
+
+    @property
+    def shown(self) -> Run | None:
+        """The current run, or in a standby the replica, for readers."""
+        return self._run if self.follower is None else self.follower.replica
+
+    def require_shown(self) -> Run:
+        """Return the current run, or in a standby the replica. Raises NotReady without one."""
+        return self.run if self.follower is None else self.follower.require_replica()
+
+    @property
+    def missing(self) -> str | None:
+        """The missing condition of a ready process, as text; None if nothing is missing."""
+        if self.follower is not None:
+            return self.follower.missing
+        return "registration with the coordinator" if self.index is None else None
+
+    def _check_leads(self) -> None:
+        if self.follower is not None:
+            raise self.follower.refusal
+
+    async def begin_again(self) -> None:
+        """Forget identity, run and folder, as if this process had just started: it takes another role."""
+        self.index = self.incarnation = self.follower = None
+        self.instance = secrets.token_hex(16)
+        async with self._installing:
+            await self._replace_run(None, StalePserver("this process takes another role"))
+            self._changes = MembershipChanges()
+            self.metrics.checkpoint_time.set(0)
+            if self.disk is not None:
+                self.disk.close()
+                self._has_opened_folder = False
+
+    def make_registration(
+        self, index: PserverIndex | None, previous: Incarnation, held: HeldRun | None
+    ) -> RegisterPserver:
+        """Return the message with which this process registers. `held` is the run in its folder or its memory."""
+        return RegisterPserver(
+            protocol=PROTOCOL_VERSION, instance=self.instance, address=self.address, http2=self.http2, local=self.local,
+            index=index, previous=previous, held=held,
+        )  # fmt: skip
 
     async def open_folder(self, index: PserverIndex | None) -> HeldRun | None:
         """End the current run, lock the folder, and restore the run in it, before a registration.
@@ -145,18 +197,43 @@ class Pserver:
         async with self._installing:  # the coordinator may send a run before the disk is done with the identity
             self.index, self.incarnation = answer.index, answer.incarnation
             bind_facts(pserver=answer.index)
-            await self.write_identity(answer)
+            await self._write_identity(answer)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
             await self._replace_run(None, StalePserver("the pserver was registered again", current=identity))
 
-    async def take_over(self, answer: PserverRegistered, installed: InstallRun, restored: Restored) -> None:
-        """Adopt the written identity of the pserver that this process has followed, and its replica."""
-        assert self.disk is not None
-        self.disk.adopt_replica(installed, restored)
-        self._has_opened_folder = True
-        await self.adopt_identity(answer)
+    async def fence(self, message: FenceStandby) -> RegisterPserver:
+        """Fence the replica: see `Follower.fence`. Return the registration of this process as the pserver."""
+        async with self.promoting:
+            follower = self._require_follower()
+            replica = await follower.fence(message)
+            held = replica.storage.describe_held(replica.restored)
+            return self.make_registration(follower.index, replica.installed.incarnation, held)
 
-    async def write_identity(self, answer: PserverRegistered) -> None:
+    async def promote(self, answer: PserverRegistered) -> None:
+        """Become the pserver, which holds the run of the replica until it is installed. Repeating changes nothing.
+
+        Raises NotReady, StalePserver, and StorageFailed, after which the request can be repeated.
+        """
+        async with self.promoting:
+            if self.follower is None and (self.index, self.incarnation) == (answer.index, answer.incarnation):
+                return
+            follower = self._require_follower()
+            follower.check_release(answer)
+            await self._write_identity(answer)
+            replica = await follower.release(answer)
+            assert self.disk is not None
+            self.disk.adopt_replica(replica.restored)
+            self._has_opened_folder = True
+            await self.adopt_identity(answer)
+            self.follower, self.promoted = None, answer
+            log.info("promoted", pserver=answer.index, incarnation=answer.incarnation, round=replica.round)
+
+    def _require_follower(self) -> Follower:
+        if self.follower is None:
+            raise StalePserver(f"this process is pserver {self.index}, and no standby", current=self.incarnation)
+        return self.follower
+
+    async def _write_identity(self, answer: PserverRegistered) -> None:
         """Write the identity to the disk, unless it is there. Raises FolderTaken, and StorageFailed."""
         disk = self.disk
         if disk is None or (disk.index, disk.previous_incarnation) == (answer.index, answer.incarnation):
@@ -180,6 +257,7 @@ class Pserver:
     async def install_run(self, message: InstallRun) -> None:
         """Start serving a run. A repeated installation changes nothing but the members, if they are newer."""
         async with self._installing:
+            self._check_leads()
             if message.incarnation != self.incarnation or self.index is None:
                 raise StalePserver(
                     f"the installation is for another incarnation of pserver {self.index}",
@@ -303,9 +381,11 @@ class Pserver:
     async def _opened_run(self) -> Run | None:
         """Return the current run, after a running installation or search.
 
-        Raises TryAgain before the folder is opened, or while it cannot be read: requests arrive a little earlier.
+        Raises the refusal of a standby, and TryAgain before the folder is opened, or while it cannot be read: requests
+        arrive a little earlier.
         """
         async with self._installing:
+            self._check_leads()
             if not self._has_opened_folder:
                 if self.disk is None or self.disk.folder is None:
                     raise TryAgain("the pserver has not opened its state folder yet")
@@ -347,22 +427,6 @@ class Pserver:
             raise StaleRun(f"pserver {self.index} serves another run", current=run.installed.run)
         await run.want_checkpoint(message.round, is_over=message.is_over)
 
-    def make_heartbeat(self) -> PserverHeartbeat:
-        """Return the message that the coordinator gets regularly."""
-        run = self._run
-        described: dict[str, Any] = {"run": None, "round": 0} if run is None else describe_run(run)
-        if self.is_stopping:
-            described["standbys"] = None  # it answers them no more, and lets one replace it
-        return PserverHeartbeat(
-            incarnation=self.incarnation or 0,
-            is_stopping=self.is_stopping,
-            software=Software(**installed_versions()),
-            process=measure_process(
-                sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
-            ),
-            **described,
-        )
-
     async def stop(self) -> None:
         """End the waiting requests, and persist the shard, before the process ends."""
         if self._run is not None:
@@ -384,16 +448,3 @@ class Pserver:
         """Wait for these standbys from now on, unless a later set of them is known."""
         if self._run is not None and self._run.standbys is not None:
             self._run.standbys.require(required)
-
-    async def describe_state(self, *, with_digest: bool) -> PserverState:
-        """Return the state for inspection. The digest reads the whole shard."""
-        run, heartbeat = self._run, dict(self.make_heartbeat())
-        if run is None:
-            return PserverState(**heartbeat, index=self.index)
-        return PserverState(
-            **heartbeat,
-            index=self.index,
-            members=tuple(sorted(run.schedule.members)),
-            transports=tuple(sorted(run.transports)),
-            digest=await digest_run(run) if with_digest else None,
-        )

@@ -1,9 +1,14 @@
-"""The registration of a pserver with the coordinator, and its heartbeats."""
+"""The life of a pserver process with the coordinator: as the pserver or as a standby, in one role after another.
+
+pserver    registers, then sends heartbeats          ──another process has replaced it──────────────► standby
+standby    reports, and follows the named leader     ──promoted, or it has the newest folder────────► pserver
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import httpx
@@ -12,15 +17,18 @@ from ps_config.certificates import hint_at_tls
 from ps_config.control_client import send_message
 from ps_protocol.errors import Forbidden, GradpostError, StalePserver, TryAgain, Unauthenticated
 from ps_protocol.fields import Message
-from ps_protocol.membership import PserverRegistered, RegisterPserver
+from ps_protocol.membership import HeldRun, PserverRegistered
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.retry import Patience, RetryPolicy, heartbeat_period, request_with_retry
-from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
-from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
+from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER, REPORT_STANDBY
+from ps_protocol.standbys import StandbyAnswer
+from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.logs import get_logger
 from services.runtime.security import TOKEN_WAIT_SECONDS
 
 from .durable.disk import FolderTaken
+from .following.follower import Follower
+from .heartbeat import describe_standby, make_heartbeat
 from .pserver import Pserver
 from .settings import PserverSettings
 from .waits import wait_for_any
@@ -31,90 +39,111 @@ RETRY_SECONDS = 0.5
 TIMEOUT_SECONDS = 5.0
 GOODBYE_SECONDS = 1.0
 LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; the log contains the acknowledged rounds, too
+LOST_SECONDS = 0.2  # between the reports of a standby while its leader is lost
+FAIL_OVER_SECONDS = 2.0  # after a lease, for standbys that report again
+
+# A ValueError is an answer of something else, such as the page of a proxy.
+NO_ANSWER = (httpx.TransportError, ValueError, GradpostError)
+# Another report of a standby would get the same answer.
+FINAL_CODES = frozenset({"unsupported_protocol", "world_mismatch", "no_pservers"})
 
 
 class Registration:
     """The background task, which ends when `stop` is set, and sets `stop` once the coordinator reports the end."""
 
     def __init__(
-        self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None
+        self,
+        pserver: Pserver,
+        settings: PserverSettings,
+        http: httpx.AsyncClient,
+        make_follower: Callable[[PserverIndex], Follower],
     ) -> None:
         self.exit_code = 0
-        self.next_role: dict[str, PserverIndex | None] = {}  # settings with which this process goes on
         self._pserver = pserver
-        self._local = local  # the name of its Unix socket
         self._settings = settings
         self._http = http
+        self._make_follower = make_follower
+        self._index = settings.pserver_index
         self._coordinator = settings.coordinator.rstrip("/")
-        self._logged = ""  # why the newest registration waits
+        self._logged = ""  # why the newest request waits
         self._unauthenticated = Patience(TOKEN_WAIT_SECONDS)  # of the same: a new token may arrive later here
+        self._alone: tuple[float, Round] | None = None  # since when the coordinator has been lost in the newest round
+        self._lost_since: float | None = None  # the same of the leader, which had been promoted
 
-    async def run(self, address: str, stop: asyncio.Event, answer: PserverRegistered | None = None) -> None:
-        """Register `address`, then send heartbeats, three in a lease. Register again when the lease has expired.
-
-        A promoted standby has an `answer` already.
-        """
-        if answer is not None:
-            await self._send_heartbeats(answer, stop)
+    async def run(self, stop: asyncio.Event) -> None:
+        """Take part in one role after another, until `stop` is set. Then say goodbye."""
+        pserver, answer = self._pserver, None
+        if self._settings.follow is not None:
+            pserver.follower = self._make_follower(self._settings.follow)
         while not stop.is_set():
-            answer = await self._register(address, stop)
+            self._logged, self._lost_since = "", None
+            self._unauthenticated.reset()
+            follower = pserver.follower
+            answer = await (self._register(stop) if follower is None else self._follow(follower, stop))
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
-        await self._leave(answer)
+        if pserver.follower is None:
+            await self._leave(answer)
 
-    async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
-        """Register until the coordinator answers. Return None if it refuses this pserver, or `stop` is set before."""
-        self._logged = ""
-        self._unauthenticated.reset()
-        index = self._settings.pserver_index
+    # ------------------------------------------------------------------ a pserver
+
+    async def _register(self, stop: asyncio.Event) -> PserverRegistered | None:
+        """Register until the coordinator answers.
+
+        Returns None if it refuses this pserver, if `stop` is set before, or if this process has become a standby.
+        """
         policy = RetryPolicy((TryAgain,), partial(self._pause_for_folder, stop))
         try:
-            held = await request_with_retry(lambda: self._pserver.open_folder(index), policy)
+            held = await request_with_retry(lambda: self._open_folder(stop), policy)
         except _Stopping:
             return None
         except FolderTaken as error:
-            if index is None or not error.facts.get("copy"):
+            if self._index is None or not error.facts.get("copy"):
                 raise
-            self._become_standby(index, error, stop)  # of the standby that has replaced this pserver
+            await self._become_standby(self._index, error)  # of the standby that has replaced this pserver
             return None
-        disk = self._pserver.disk
-        request = RegisterPserver(
-            protocol=PROTOCOL_VERSION,
-            instance=self._pserver.instance,
-            address=address,
-            http2=self._settings.http2,
-            local=self._local,
-            index=index if disk is None or disk.index is None else disk.index,
-            previous=0 if disk is None else disk.previous_incarnation,
-            held=held,
-        )
+        disk, index = self._pserver.disk, self._index
+        if disk is not None and disk.index is not None:
+            index = disk.index
+        previous = 0 if disk is None else disk.previous_incarnation
+        request = self._pserver.make_registration(index, previous, held)
 
         async def attempt() -> PserverRegistered:
             if stop.is_set():
                 raise _Stopping
             return PserverRegistered.from_answer(await self._post(REGISTER_PSERVER, request))
 
-        # A ValueError is an answer of something else, such as the page of a proxy.
-        policy = RetryPolicy((httpx.TransportError, ValueError, GradpostError), partial(self._pause_for_answer, stop))
+        policy = RetryPolicy(NO_ANSWER, partial(self._pause_for_answer, stop))
         try:
             answer = await request_with_retry(attempt, policy)
         except _Stopping:
             return None
         except GradpostError as error:
-            if error.code == "superseded":
-                self._become_standby(error.facts.get("follow", request.index), error, stop)
-                return None
-            log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
-            self._exit(1, stop)
+            if error.code == "superseded" and (follow := error.facts.get("follow", index)) is not None:
+                await self._become_standby(follow, error)
+            else:
+                log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
+                self._exit(1, stop)
             return None
         await self._pserver.adopt_identity(answer)
         log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
         return answer
 
-    def _become_standby(self, index: PserverIndex | None, reason: GradpostError, stop: asyncio.Event) -> None:
+    async def _open_folder(self, stop: asyncio.Event) -> HeldRun | None:
+        """Open the folder, whose disk may hang, unless `stop` is set before."""
+        opening = asyncio.create_task(self._pserver.open_folder(self._index))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not opening.done():
+            opening.cancel()
+            raise _Stopping
+        return await opening
+
+    async def _become_standby(self, index: PserverIndex, reason: GradpostError) -> None:
         log.info("this process becomes a standby", pserver=index, reason=str(reason))
-        self.next_role = {"follow": index}
-        self._exit(0, stop)
+        await self._pserver.begin_again()
+        self._pserver.follower = self._make_follower(index)
 
     async def _pause_for_folder(self, stop: asyncio.Event, error: TryAgain) -> None:
         log.error(str(error))
@@ -123,57 +152,69 @@ class Registration:
             raise _Stopping
 
     async def _pause_for_answer(self, stop: asyncio.Event, error: Exception) -> None:
-        if isinstance(error, GradpostError):
-            may_pass = isinstance(error, Unauthenticated | Forbidden) and not self._unauthenticated.note_failure()
-            if not error.may_be_retried and not may_pass:
-                raise error
-            problem = f"waiting: {error}"
-        else:
-            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-            problem = f"waiting for the coordinator at {self._coordinator} ({cause})"
-            problem += hint_at_tls(self._coordinator, error)
-        if problem != self._logged:
-            self._logged = problem
-            log.info(problem)
+        if isinstance(error, GradpostError) and not error.may_be_retried and not self._may_pass(error):
+            raise error
+        self._log_wait(error)
         await wait_for_any(RETRY_SECONDS, stop)
 
+    def _may_pass(self, error: GradpostError) -> bool:
+        """Return whether a refused token may be accepted soon."""
+        return isinstance(error, Unauthenticated | Forbidden) and not self._unauthenticated.note_failure()
+
+    def _log_wait(self, error: Exception) -> None:
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ") + hint_at_tls(self._coordinator, error)
+        if cause != self._logged:
+            self._logged = cause
+            meanwhile = "" if self._pserver.shown is None else "; training continues without it"
+            log.info("waiting for the coordinator" + meanwhile, coordinator=self._coordinator, reason=cause)
+
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
-        path = PSERVER_HEARTBEAT.format(index=registered.index)
-        is_failing = False
-        alone: tuple[float, Round] | None = None  # when the coordinator had been lost in the newest round
-        now = asyncio.get_running_loop().time
-        while not stop.is_set():
-            self._pserver.heartbeat_is_due.clear()
-            heartbeat = self._pserver.make_heartbeat()
+        """Send heartbeats, three in a lease, until the lease has expired."""
+        pserver, path = self._pserver, PSERVER_HEARTBEAT.format(index=registered.index)
+
+        async def send() -> float | None:
+            heartbeat = make_heartbeat(pserver)
             try:
                 reply = PserverHeartbeatReply.from_answer(await self._post(path, heartbeat))
             except StalePserver as error:
                 log.warning("the coordinator does not know this pserver any more", reason=str(error))
-                return
-            except (httpx.TransportError, GradpostError, ValueError) as error:  # ValueError: see `_register`
-                if not is_failing:
-                    log.warning("heartbeats fail; training continues without the coordinator", error=repr(error))
-                is_failing = True
-                state = self._pserver.make_heartbeat()
-                if alone is None or alone[1] != state.round:
-                    alone = now(), state.round
-                if self._settings.exit_when_done and state.run is not None and now() - alone[0] > self._patience:
-                    log.error(
-                        "the coordinator does not answer and no round is applied; exiting", seconds=self._patience
-                    )
-                    self._exit(1, stop)
-            else:
-                is_failing = False
-                alone = None
-                self._pserver.handle_heartbeat_reply(reply, heartbeat)
-                if reply.stop and self._settings.exit_when_done:
-                    self._exit(reply.exit_code, stop)
-            await wait_for_any(heartbeat_period(registered.lease_seconds), stop, self._pserver.heartbeat_is_due)
+                return None
+            pserver.handle_heartbeat_reply(reply, heartbeat)
+            if reply.stop and self._settings.exit_when_done:
+                self._exit(reply.exit_code, stop)
+            return registered.lease_seconds
 
-    @property
-    def _patience(self) -> float:
-        """The seconds without coordinator and progress after which a pserver with a run exits."""
-        return self._pserver.run.installed.round_timeout_seconds
+        await self._repeat(send, registered.lease_seconds, stop, pserver.heartbeat_is_due)
+
+    async def _repeat(
+        self, send: Callable[[], Awaitable[float | None]], lease_seconds: float, stop: asyncio.Event, due: asyncio.Event
+    ) -> None:
+        """Call `send` three times in a lease, and when `due` is set, until it returns None instead of the lease."""
+        while not stop.is_set():
+            due.clear()
+            try:
+                answered = await send()
+            except NO_ANSWER as error:
+                self._log_wait(error)
+                self._exit_if_alone(stop)
+            else:
+                if answered is None:
+                    return
+                self._logged, self._alone, lease_seconds = "", None, answered
+            follower = self._pserver.follower
+            is_lost = follower is not None and follower.lost
+            await wait_for_any(LOST_SECONDS if is_lost else heartbeat_period(lease_seconds), stop, due)
+
+    def _exit_if_alone(self, stop: asyncio.Event) -> None:
+        """Exit after `patience_seconds` without the coordinator and without progress."""
+        run, now = self._pserver.shown, asyncio.get_running_loop().time()
+        if run is None or not self._settings.exit_when_done:
+            return
+        if self._alone is None or self._alone[1] != run.round:
+            self._alone = now, run.round
+        if now - self._alone[0] > (seconds := run.installed.patience_seconds):
+            log.error("the coordinator does not answer and no round is applied; exiting", seconds=seconds)
+            self._exit(1, stop)
 
     def _exit(self, code: int, stop: asyncio.Event) -> None:
         self.exit_code = code
@@ -186,9 +227,7 @@ class Registration:
         stopping.add_done_callback(lambda _: has_stopped.set())
         while registered is not None:
             is_last = has_stopped.is_set()
-            with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease expires anyway
-                path = PSERVER_HEARTBEAT.format(index=registered.index)
-                await asyncio.wait_for(self._post(path, self._pserver.make_heartbeat()), GOODBYE_SECONDS)
+            await self._post_in_the_end(PSERVER_HEARTBEAT.format(index=registered.index), make_heartbeat(self._pserver))
             if is_last:
                 break
             await wait_for_any(heartbeat_period(registered.lease_seconds), has_stopped)
@@ -202,6 +241,77 @@ class Registration:
 
     async def _post(self, path: str, message: Message) -> bytes:
         return await send_message(self._http, "POST", self._coordinator + path, message, timeout=TIMEOUT_SECONDS)
+
+    async def _post_in_the_end(self, path: str, message: Message) -> None:
+        """Post a message of a process that leaves. Without an answer its lease expires anyway."""
+        with contextlib.suppress(*NO_ANSWER, TimeoutError):
+            await asyncio.wait_for(self._post(path, message), GOODBYE_SECONDS)
+
+    # ------------------------------------------------------------------ a standby
+
+    async def _follow(self, follower: Follower, stop: asyncio.Event) -> PserverRegistered | None:
+        """Follow, and report three times in a lease, at once when the leader is lost, and once more in the end.
+
+        Returns the registration of this process if it is promoted, else None: `stop` is set, or this process leads
+        again.
+        """
+        pserver, leads = self._pserver, False
+        following = asyncio.create_task(follower.follow(), name="follow")
+        following.add_done_callback(lambda _: follower.report_is_due.set())
+
+        async def send() -> float | None:
+            nonlocal leads
+            if following.done() or follower.is_released:
+                return None
+            try:
+                report = describe_standby(follower, pserver.address)
+                answer = StandbyAnswer.from_answer(await self._post(REPORT_STANDBY, report))
+            except GradpostError as error:
+                is_refused = isinstance(error, Unauthenticated | Forbidden) and not self._may_pass(error)
+                if is_refused or error.code in FINAL_CODES:
+                    self._fail(follower, error, stop)
+                raise
+            self._unauthenticated.reset()
+            follower.note_answer(answer)
+            if answer.stop and self._settings.exit_when_done:
+                self._exit(answer.exit_code, stop)
+            leads = await self._may_lead_again(follower, answer)
+            return None if leads else answer.lease_seconds
+
+        try:
+            await self._repeat(send, 3 * RETRY_SECONDS, stop, follower.report_is_due)
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+        if not following.cancelled() and (error := following.exception()) is not None:
+            if not isinstance(error, GradpostError):
+                raise error
+            self._fail(follower, error, stop)
+        await self._post_in_the_end(REPORT_STANDBY, describe_standby(follower, pserver.address, is_stopping=True))
+        async with pserver.promoting:  # it may be being promoted
+            if follower.is_released:
+                return pserver.promoted
+            if follower.replica is not None:
+                await follower.replica.end(TryAgain("the standby stops"))
+            if leads:
+                log.warning("the newest folder of a lost pserver is here; it starts again", pserver=follower.index)
+                await pserver.begin_again()
+                self._index = follower.index
+        return None
+
+    def _fail(self, follower: Follower, error: GradpostError, stop: asyncio.Event) -> None:
+        log.error("this process cannot follow", pserver=follower.index, code=error.code, reason=str(error))
+        self._exit(1, stop)
+
+    async def _may_lead_again(self, follower: Follower, answer: StandbyAnswer) -> bool:
+        """Return whether a promoted pserver is lost, no other standby has replaced it, and its folder is here."""
+        now = asyncio.get_running_loop().time()
+        if answer.leader is not None or not answer.incarnation:
+            self._lost_since = None
+            return False
+        self._lost_since = now if self._lost_since is None else self._lost_since
+        is_lost = now - self._lost_since > answer.lease_seconds + FAIL_OVER_SECONDS
+        return is_lost and await follower.has_folder_of(answer.incarnation)
 
 
 class _Stopping(Exception):  # noqa: N818 - no error

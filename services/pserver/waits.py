@@ -23,7 +23,7 @@ class Wait:
     cause: str  # the reason why it is not there yet
     missing: Sequence[Rank] = ()  # the trainers among the causes
     owed: str = ""  # the action that the missing trainers, or the coordinator, have not done yet
-    since: float | None = None  # when the round time-out began, by the loop's clock
+    since: float | None = None  # when waiting began, by the loop's clock
     facts: Mapping[str, Any] = field(default_factory=dict)  # the facts of the errors that end the wait
 
 
@@ -35,11 +35,11 @@ def name_trainers(ranks: Sequence[Rank]) -> str:
 class Waits:
     """The waiting requests of one run. A change of the run notifies all of them."""
 
-    def __init__(self, round_timeout_seconds: float) -> None:
+    def __init__(self, patience_seconds: float) -> None:
         self.condition = asyncio.Condition()
         self.since: float | None = None  # when requests began to wait for the initial values or the open round
         self.notice = ""  # the notice of the coordinator about lost trainers
-        self._round_timeout_seconds = round_timeout_seconds
+        self._patience_seconds = patience_seconds
 
     def begin(self) -> float:
         """Return the time since which requests wait: from now on, unless one waits already."""
@@ -56,7 +56,7 @@ class Waits:
         """Return what `find` returns as soon as it is not a wait; an error that it raises ends the wait.
 
         Raises RoundPending after `wait_seconds` (the caller asks again), and RoundTimeout when trainers have been
-        missing for the round time-out.
+        missing for `patience_seconds`.
         """
         deadline = asyncio.get_running_loop().time() + wait_seconds
         async with self.condition:
@@ -69,7 +69,7 @@ class Waits:
 
     def _find_next_check(self, wait: Wait, deadline: float) -> float:
         """Return the time until which a request waits before its next check. Raises the error that ends its wait."""
-        limit = self._round_timeout_seconds
+        limit = self._patience_seconds
         timeout_at = math.inf if wait.since is None else wait.since + limit
         now = asyncio.get_running_loop().time()
         if now >= timeout_at:

@@ -10,12 +10,12 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ps_config.certificates import close_handshake, server_context
 from ps_config.environment import SettingsError
@@ -37,20 +37,8 @@ ANSWER_SECONDS = 1.0  # for the answers to those that take longer
 log = get_logger()
 
 
-class SwitchedApp:
-    """Applications of one server, of which `choose` returns the one that answers a request."""
-
-    def __init__(self, apps: Sequence[FastAPI], choose: Callable[[Scope], FastAPI]) -> None:
-        self.apps = apps
-        self._choose = choose
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        await self._choose(scope)(scope, receive, send)
-
-
 async def serve(
-    app: FastAPI | SwitchedApp,
+    app: FastAPI,
     settings: ServiceSettings,
     *,
     stop: asyncio.Event,
@@ -71,10 +59,9 @@ async def serve(
         address = advertised_address(settings, bound.getsockname()[1])
         warn_if_exposed(settings)
         async with contextlib.AsyncExitStack() as stack:
-            for one in app.apps if isinstance(app, SwitchedApp) else [app]:
-                protect(one, settings, address)
-                # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
-                await stack.enter_async_context(one.router.lifespan_context(one))
+            protect(app, settings, address)
+            # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
+            await stack.enter_async_context(app.router.lifespan_context(app))
             await stack.enter_async_context(UvicornServer(app, settings, bound, local))
             log.info("serving", address=address)
             if on_started is not None:

@@ -28,6 +28,7 @@ from .failpoints import reach_failpoint
 Buffer: TypeAlias = bytes | memoryview
 
 LOCK = "lock"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 CHUNK_BYTES = 1 << 20  # of a file that is copied
 
 _MessageT = TypeVar("_MessageT", bound=Message)
@@ -268,6 +269,14 @@ def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _Messa
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UnsupportedFormat(_OTHER_VERSION.format(name), expected=first["msg"], actual=where) from None
+
+
+def read_boot() -> str:
+    """Return what names the current boot of this machine (proc_sys_kernel(5)); an empty text where nothing does."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def lock_folder(folder: Path) -> int | None:

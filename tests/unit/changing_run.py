@@ -47,6 +47,7 @@ class ChangingRun:
         clips: bool,
     ) -> None:
         members = dict.fromkeys(range(num_trainers), 1)
+        self.is_damaged = False  # a pserver has lost rounds since the newest rollback
         self.max_delay, self.take_over, self.clips, self.num_trainers = max_delay, take_over, clips, num_trainers
         policy = {
             "on_trainer_loss": "wait" if take_over else "continue",
@@ -280,7 +281,7 @@ class ChangingRun:
         """With `loses` its disk has none of the attempt's rounds, one of which a trainer is known to have received."""
         pserver = self.pservers[which % len(self.pservers)]
         if loses and self.run.newest_confirmed > self.resume:
-            pserver.attempt = LOST
+            pserver.attempt, self.is_damaged = LOST, True
         pserver.restore(self.resume if pserver.attempt == LOST else pserver.rounds.applied, self.max_delay)
         pserver.is_up, pserver.changes = False, MembershipChanges()
         pserver.life += 1
@@ -398,7 +399,7 @@ class ChangingRun:
         if isinstance(decision, Rollback):
             stepped = [p.history.items() for p in self.pservers if p.attempt == self.attempt]
             lost = max((sum(r > decision.newest and bool(lives) for r, lives in each) for each in stepped), default=0)
-            is_repair = self.run.rollback_to is None and not self.has_lost_rounds
+            is_repair = self.run.rollback_to is None and not self.is_damaged
             assert not is_repair or lost <= 1 + self.max_delay, "a dead trainer costs one round"
             ranges = {index: [(0, pserver.rounds.applied)] for index, pserver in enumerate(self.pservers)}
             round_ = newest_common(decision.newest, ranges.values())
@@ -406,6 +407,7 @@ class ChangingRun:
             assert isinstance(decision, Decision), decision
             assert decision.attempt == self.attempt + 1
             self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= (round_ or 0)}
+            self.is_damaged = False
         assert decision.membership.members == change.targets
         self.run = self.run.apply_decision(decision)
         change.to_install = set(range(len(self.pservers)))

@@ -142,7 +142,7 @@ class PserverRegistry:
         known, replicas, incarnation = self.known.get(index), self.replicas.get(index), self.incarnations.get(index, 0)
         promoted_at = known.record.promoted_at if known else 0
         is_repeated = known is not None and not known.is_lost and known.record.instance == request.instance
-        if replicas is None or not is_repeated or replicas.is_fenced:
+        if replicas is None or not is_repeated or replicas.is_suspected:
             incarnation = max(incarnation, request.previous) + 1
             replicas = (replicas or Replicas(request.instance)).promote(request.instance, incarnation)
             promoted_at = incarnation if is_standby else promoted_at
@@ -224,7 +224,7 @@ class PserverRegistry:
                 f"pserver {index} incarnation {message.incarnation} is not a member; register again",
                 current=self.known[index].info.incarnation if index in self.known else None,
             )
-        if self.replicas[index].is_fenced:
+        if self.replicas[index].is_suspected:
             text = f"a standby may refuse incarnation {message.incarnation} of pserver {index}"
             raise StalePserver(f"{text}; register again, to continue with the next one")
         # The index of a lost pserver was not taken, so that the pserver returns.

@@ -5,7 +5,7 @@ event                                          in_sync                        jo
 a standby begins to follow                     unchanged                      + the standby   unchanged
 the leader confirms that it waits for it       + the standby, - its           - the standby   unchanged
                                                predecessor
-the leader is suspected                        unchanged                      unchanged       fenced
+the leader is suspected                        unchanged                      unchanged       suspected
 a standby is lost (not with `wait` the last)   - the standby                  - the standby   unchanged
 fail-over, or the leader has restarted         - the new leader               empty           next incarnation
 
@@ -35,7 +35,7 @@ class Replicas:
     number: int = 0
     in_sync: frozenset[Replica] = frozenset()  # each holds every acknowledged update
     joining: frozenset[Replica] = frozenset()
-    is_fenced: bool = False  # a standby may refuse the stream of this incarnation, which therefore ends
+    is_suspected: bool = False  # a standby may refuse the stream of this incarnation, which therefore ends
 
     @property
     def waits_for(self) -> frozenset[Replica]:
@@ -102,7 +102,7 @@ class Replicas:
 
     def suspect(self) -> Replicas:
         """Note that a standby may receive the request to refuse the stream of this incarnation."""
-        return replace(self, is_fenced=True)
+        return replace(self, is_suspected=True)
 
     def clear(self) -> Replicas:
         """Remove all standbys, because another run begins, or because other processes resume this one."""

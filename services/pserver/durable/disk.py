@@ -10,6 +10,7 @@ Once it is registered:              write_incarnation()   fences off the earlier
 For every installation:             open_run()            begins a run's state, or resumes at the requested round
 
 A standby, for every copy:          begin_replica()       writes the copy, and begins a log behind it
+After a rollback:                   return_replica()      restores the replica in its own folder
 Once it is promoted:                adopt_replica()       holds the replica in memory like a run that open() restored
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from ps_protocol.errors import GradpostError, StorageFailed, UnsupportedFormat
 from ps_protocol.fields import Message
-from ps_protocol.membership import FrozenRounds, HeldRun, InstallRun
+from ps_protocol.membership import HeldRun, InstallRun
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.checkpoints import COORDINATOR_FOLDER, read_manifest, read_shard_file
 from services.runtime.logs import get_logger
@@ -34,6 +35,7 @@ from services.runtime.storage import (
     LocalStorage,
     lock_folder,
     open_checkpoint_storage,
+    read_boot,
     seal,
     unseal,
     write_file,
@@ -55,9 +57,10 @@ class FolderTaken(GradpostError):  # noqa: N818 - as all of its kind
 
 
 class Identity(Message):
-    """The incarnation of the pserver that wrote the file, and its run."""
+    """The incarnation of the pserver that wrote the file, the boot of its machine, and its run."""
 
     incarnation: Incarnation = 0
+    boot: str = ""
     run: InstallRun | None = None
 
 
@@ -127,7 +130,7 @@ class StateFolder:
         """Persist the identity of this process. Raises FolderTaken if a later incarnation has taken the folder."""
         if read_identity(self.path).incarnation > incarnation:
             raise FolderTaken(f"{self.path} belongs to a later incarnation of pserver {self.index}")
-        identity = Identity(incarnation=incarnation, run=run)
+        identity = Identity(incarnation=incarnation, boot=read_boot(), run=run)
         write_file(self.path / IDENTITY, [seal(identity)])
         self.identity = identity
 
@@ -153,7 +156,7 @@ def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | No
     Without an index it is that of the first index whose folder is not locked; None without such a folder. Raises
     FolderTaken if the index is given and another process has locked its folder. A restarted pserver opens the folder of
     its own incarnation although a promoted standby has locked a newer one. It does not open the folder of a standby
-    beside that of a living pserver.
+    beside that of a living pserver, and opens a new one beside a standby that has locked the first.
     """
     if index is None:
         for found in sorted({found for found, _ in list_folders(state_dir)}):
@@ -161,16 +164,19 @@ def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | No
                 return open_folder(state_dir, found)
         return None
     taken: FolderTaken | None = None
-    for incarnation, copy in rank_copies(state_dir, index):
+    copies = rank_copies(state_dir, index)
+    for incarnation, copy in copies:
         if taken is not None and incarnation == 0:
             break
         try:
             return StateFolder(state_dir, index, copy)
         except FolderTaken as error:
-            taken = error
-    if taken is not None and folder_path(state_dir, index, 0).exists():
+            if incarnation or read_identity(folder_path(state_dir, index, copy)).run is None:  # else a replica
+                taken = error
+    is_new = not folder_path(state_dir, index, 0).exists()
+    if taken is not None and not is_new:
         raise taken
-    return StateFolder(state_dir, index)
+    return StateFolder(state_dir, index, 0 if is_new else 1 + max(copy for _, copy in copies))
 
 
 def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incarnation) -> StateFolder:
@@ -192,19 +198,6 @@ def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incar
         copy += 1
         with suppress(FolderTaken):
             return StateFolder(state_dir, index, copy)
-
-
-def describe_held(storage: RunStorage, install: InstallRun, restored: Restored) -> HeldRun:
-    """Return the description of a restored run for the coordinator."""
-    history = restored.history
-    rounds = FrozenRounds(
-        applied=restored.round,
-        is_short=restored.is_short,
-        participants=history.participants,
-        verdicts=history.nonfinite,
-        opens={rank: step + 1 for rank, (_, step) in history.steps.items()},
-    )
-    return HeldRun(run=install.run, attempt=install.attempt, plan=storage.plan.digest, rounds=rounds)
 
 
 class Disk:
@@ -250,19 +243,18 @@ class Disk:
         """
         if self.folder is None:
             self.folder = open_folder(self._state_dir, index)
-        if self._storage is not None:
-            self._storage.close()  # the log of a replica that was promoted, and of which no run was opened
+        self._close_held()  # frees its shard before the next one is allocated
         install = None if self.folder is None else self.folder.identity.run
         if self.folder is None or install is None:
             return
         storage = RunStorage(install, self.folder.index, self.folder.log_path)
-        self._restored = None  # frees its shard before the next one is allocated
         self._restored = storage.restore()
         if self._restored is None:
             log.warning("no snapshot of the run can be restored", run=install.run)
             return
         self._storage = storage
-        self.held = describe_held(storage, install, self._restored)
+        has_rebooted = self.folder.identity.boot != read_boot()
+        self.held = storage.describe_held(self._restored, has_rebooted=has_rebooted)
 
     def holds(self, run: str) -> bool:
         """Return whether this run was restored from the folder, and is not served yet."""
@@ -299,9 +291,7 @@ class Disk:
         """Persist the identity of this process, in the folder of this index."""
         if self.folder is None or self.folder.index != index:
             if self.folder is not None:
-                if self._storage is not None:
-                    self._storage.close()
-                self._drop_held()
+                self._close_held()
                 self.folder.close()
             self.folder = open_folder(self._state_dir, index)
         assert self.folder is not None
@@ -321,9 +311,7 @@ class Disk:
 
     def close(self) -> None:
         """Close the log, and unlock the folder."""
-        if self._storage is not None:
-            self._storage.close()
-        self._drop_held()
+        self._close_held()
         if self.folder is not None:
             self.folder.close()
         self.folder = None
@@ -351,13 +339,37 @@ class Disk:
         self._storage = storage
         return storage
 
-    def adopt_replica(self, install: InstallRun, restored: Restored) -> None:
+    def return_replica(self, install: InstallRun) -> tuple[RunStorage, Restored] | None:
+        """Return to the round that the run of the replica was rolled back to; None if the folder does not lead there.
+
+        The replica may have missed an earlier rollback, so that the leader has to confirm the chain of that round.
+        """
+        assert self.folder is not None
+        assert self._storage is not None
+        known = self.folder.identity.run
+        if known is None or known.run != install.run or install.restore is None:
+            return None
+        self._storage.close()
+        self._storage = RunStorage(install, self.folder.index, self.folder.log_path)
+        restored = self._storage.restore(install.restore)
+        if restored is None:
+            return None
+        self._storage.resume(restored, install)
+        self.folder.write_identity(0, install)
+        return self._storage, restored
+
+    def adopt_replica(self, restored: Restored) -> None:
         """Hold the run of the replica, whose shard has the newest logged update, like one that was restored."""
         assert self._storage is not None
         if restored.shard.published is not None:
             restored.shard.published.discard_deltas()
         self._restored = restored
-        self.held = describe_held(self._storage, install, restored)
+        self.held = self._storage.describe_held(restored)
+
+    def _close_held(self) -> None:
+        if self._storage is not None:
+            self._storage.close()  # the log may be that of a replica, promoted or not, whose run was never opened
+        self._drop_held()
 
     def _drop_held(self) -> None:
         self.held = self._storage = self._restored = None
@@ -423,15 +435,13 @@ class Disk:
         if place is None or manifest is None:
             where = "without a shared storage; set GRADPOST_CHECKPOINTS" if place is None else f"in {place.url}"
             raise StorageFailed(f"there is no checkpoint of round {install.restore} of run {source} {where}")
-        history = History()
 
         def read_shards() -> Iterator[tuple[PserverIndex, ShardState]]:
             for file in manifest.shards:
-                shard_state, metadata = ShardState.decode(read_shard_file(place, source, file))
-                history.adopt_outcomes(History.from_json(metadata["history"]))
+                shard_state, _ = ShardState.decode(read_shard_file(place, source, file))
                 yield file.pserver, shard_state
 
         state = reslice(read_shards(), manifest.plan, install.plan, self.folder.index)
         shard = Shard(install.plan, self.folder.index)
         shard.load_state(state)
-        return Restored(shard, history)
+        return Restored(shard, History())

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from ps_protocol.errors import GradpostError, UnsupportedFormat
-from ps_protocol.membership import InstallRun
+from ps_protocol.membership import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
@@ -93,6 +93,24 @@ class RunStorage:
     def has_log(self) -> bool:
         """True if updates are logged."""
         return self._install.durability != "none"
+
+    def describe_held(self, restored: Restored, *, has_rebooted: bool = False) -> HeldRun:
+        """Return the description of a restored run for the coordinator."""
+        history = restored.history
+        rounds = FrozenRounds(
+            applied=restored.round,
+            is_short=restored.is_short,
+            participants=history.participants,
+            verdicts=history.nonfinite,
+            opens={rank: step + 1 for rank, (_, step) in history.steps.items()},
+        )
+        return HeldRun(
+            run=self._install.run,
+            attempt=self._install.attempt,
+            plan=self.plan.digest,
+            rounds=rounds,
+            has_rebooted=has_rebooted,
+        )
 
     # ------------------------------------------------------------------ writing
 

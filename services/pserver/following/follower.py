@@ -3,7 +3,9 @@
     wait for a leader ──► its run ──► a copy of the shard ──► updates, again and again
                             ▲              ▲                     │ no answer
                             ├──────────────┼─────────────────────┘
-                            └──────────────┴── another attempt, other updates, damage, a difference
+                            └──────────────┴── another run or attempt, other updates, damage, a difference
+
+After a rollback the replica goes back in its own folder, which spares the copy if the folder leads to that round.
 
 The updates of another incarnation are continued if its log contains the newest update of the replica. With durability
 `replicated` the leader acknowledges an update once this process asks for the updates behind it. After a fence nothing
@@ -20,21 +22,24 @@ from typing import NoReturn
 import httpx
 
 from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, TryAgain
+from ps_protocol.fields import Instance
 from ps_protocol.membership import InstallRun, PserverRegistered
 from ps_protocol.retry import choose_backoff
-from ps_protocol.standbys import FenceStandby, ServedRun, ShardDigests, StandbyAnswer
+from ps_protocol.standbys import FenceStandby, ShardDigests, StandbyAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
+from ..durable.disk import Disk
 from ..durable.records import Record
 from ..durable.snapshot_writer import SnapshotWriter
+from ..durable.storage import Restored, RunStorage
 from ..durable.update_log import LoggedUpdate
-from ..pserver import Pserver
+from ..metrics import PserverMetrics
+from ..shard.bodies import BufferPool
 from ..waits import wait_for_any
 from .lag import Lag
-from .leader import Leader, check_software
-from .metrics import StandbyMetrics
+from .leader import OTHER_UPDATES, Leader, check_software
 from .replica import Replica, restore_copy
 
 log = get_logger()
@@ -49,29 +54,30 @@ STEADY_SECONDS = 5.0  # after which a connection counts as working, so that the 
 
 # The leader and this process cannot work together, so that trying again would not help.
 REFUSALS = frozenset({"no_update_log", "replica_mismatch", "unsupported_format"})
-# The replica cannot be continued.
-_BROKEN = frozenset({"updates_gone", "diverged", "future_round", "malformed_frame"})
+_BROKEN = OTHER_UPDATES | {"malformed_frame"}  # the replica cannot be continued
 
 
 class Follower:
     """The replica of one pserver's shard, and the loop that keeps it up to date. Lives on the event loop.
 
-    The replica is in a folder of the disk of `pserver`, which takes its place when this process is promoted.
+    The replica is in a folder of `disk`, which holds its run when this process is promoted.
     """
 
     def __init__(
         self,
         index: PserverIndex,
-        pserver: Pserver,
+        instance: Instance,
+        disk: Disk,
         http: httpx.AsyncClient,
         open_updates: Callable[[], httpx.AsyncClient],
+        *,
         compute: ComputeExecutor,
-        metrics: StandbyMetrics,
+        pool: BufferPool,
+        metrics: PserverMetrics,
     ) -> None:
         """`open_updates` makes a client for the updates of one leader. `http` is for all else."""
-        assert pserver.disk is not None
         self.index = index
-        self.instance = pserver.instance
+        self.instance = instance
         self.replica: Replica | None = None
         self.leader: StandbyAnswer | None = None  # the newest one that the coordinator named
         self.has_nothing_to_copy = False  # by the newest answer of the coordinator no living pserver serves a run
@@ -80,11 +86,11 @@ class Follower:
         self.report_is_due = asyncio.Event()
         self.is_released = False  # this process becomes the pserver, and never follows again
         self.lag = Lag()
-        self._pserver = pserver
-        self._disk = pserver.disk
+        self._disk = disk
         self._http = http
         self._open_updates = open_updates
         self._compute = compute
+        self._pool = pool
         self._metrics = metrics
         self._is_named = asyncio.Event()  # another leader, or the first one
         self._writer: SnapshotWriter | None = None  # of the newest replica
@@ -97,14 +103,31 @@ class Follower:
         self._compared_at = -IDLE_COMPARISON_SECONDS
         self._comparison_seconds = 0.0
         self._logged = ""
-        metrics.round.set_function(lambda: self.replica.round if self.replica else 0)
+        metrics.replica_round.set_function(lambda: self.replica.round if self.replica else 0)
         metrics.lag_rounds.set_function(lambda: self.lag.rounds)
         metrics.lag_bytes.set_function(lambda: self.lag.num_bytes)
         metrics.lag_seconds.set_function(lambda: self.lag.seconds(asyncio.get_running_loop().time()))
 
     @property
-    def run(self) -> Replica:
-        """The replica. Raises NotReady without one."""
+    def missing(self) -> str | None:
+        """The missing condition of a ready standby, as text; None if nothing is missing."""
+        if self.has_nothing_to_copy:
+            return None
+        if self.replica is None:
+            return f"a copy of the shard of pserver {self.index}"
+        # A rolling restart, which ends a pserver next, waits for a standby that may replace it.
+        return f"pserver {self.index} to have this standby in sync" if self.is_joining else None
+
+    @property
+    def refusal(self) -> GradpostError:
+        """The error for requests that only a pserver answers."""
+        if self.is_fenced or self.is_released:
+            return TryAgain(f"this standby may become pserver {self.index}; send the request again")
+        text = f"this process follows pserver {self.index}, and serves only reads; send the request to the leader"
+        return StalePserver(text, code="not_leader", current=self.leader.leader if self.leader else None)
+
+    def require_replica(self) -> Replica:
+        """Return the replica. Raises NotReady without one."""
         if self.replica is None:
             text = f"this standby has no replica of pserver {self.index} yet"
             raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
@@ -138,19 +161,19 @@ class Follower:
             try:
                 await self._follow_leader(named)
             except (httpx.TransportError, ValueError, GradpostError) as error:
-                self._handle_failure(error)
+                await self._handle_failure(error)
                 if isinstance(error, httpx.TransportError):
                     self.lost = named.incarnation
                     self.report_is_due.set()
             num_failures = 1 if loop.time() - began > STEADY_SECONDS else num_failures + 1
             await wait_for_any(choose_backoff(num_failures), self._is_named)
 
-    def _handle_failure(self, error: Exception) -> None:
+    async def _handle_failure(self, error: Exception) -> None:
         if isinstance(error, GradpostError) and error.code in REFUSALS:
             raise error
         assert self.leader is not None
         if isinstance(error, GradpostError) and error.code in _BROKEN and self.leader.incarnation > self._fenced:
-            self._discard_replica(error)
+            await self._discard_replica(error)
         self._log_problem(f"{type(error).__name__}: {error}")
 
     def _log_problem(self, text: str) -> None:
@@ -158,13 +181,13 @@ class Follower:
             self._logged = text
             log.info("not following", pserver=self.index, reason=text)
 
-    def _discard_replica(self, reason: Exception) -> None:
+    async def _discard_replica(self, reason: GradpostError) -> None:
         replica, self.replica = self.replica, None
         self._expected = None
         self._is_applied.set()
         if replica is not None:
-            log.warning("the replica is discarded; it begins with another copy", round=replica.round)
-            replica.end(reason)
+            log.warning("the replica is discarded", round=replica.round, reason=str(reason))
+            await replica.end(reason)
 
     # ------------------------------------------------------------------ fail-over
 
@@ -179,7 +202,7 @@ class Follower:
 
         Raises NotReady without a replica of the run and attempt, and StalePserver if it follows a later incarnation.
         """
-        replica = self.run
+        replica = self.require_replica()
         installed = replica.installed
         if (installed.run, installed.attempt) != (message.run, message.attempt):
             text = f"the replica is of attempt {installed.attempt} of run {installed.run}"
@@ -213,21 +236,22 @@ class Follower:
 
         Raises NotReady without a replica, and StalePserver unless it is fenced against all earlier incarnations.
         """
-        replica = self.run
+        replica = self.require_replica()
         if answer.index != self.index or not self.is_fenced or answer.incarnation <= self._fenced:
             text = f"this standby is not fenced for incarnation {answer.incarnation} of pserver {answer.index}"
             raise StalePserver(text, current=replica.installed.incarnation)
         return replica
 
-    def release_replica(self, answer: PserverRegistered) -> Replica:
+    async def release(self, answer: PserverRegistered) -> Replica:
         """Return the replica, and never follow again. Raises the errors of `check_release`."""
         replica = self.check_release(answer)
         self._fenced, self.replica, self.is_released = answer.incarnation, None, True
+        self.lag.reset(replica.round)  # since the metrics remain
         self.report_is_due.set()
-        replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
+        await replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
         return replica
 
-    def _check_fence(self, incarnation: Incarnation) -> None:
+    def _check_not_fenced(self, incarnation: Incarnation) -> None:
         if incarnation <= self._fenced:
             raise StalePserver(f"incarnation {incarnation} of pserver {self.index} is fenced", current=self._fenced)
 
@@ -236,7 +260,7 @@ class Follower:
     async def _follow_leader(self, named: StandbyAnswer) -> None:
         """Follow this leader until it does not answer or the coordinator names another one."""
         assert named.leader is not None
-        self._check_fence(named.incarnation)
+        self._check_not_fenced(named.incarnation)
         async with self._open_updates() as updates:  # an earlier connection may be broken
             leader = Leader(named.leader, self._http, updates)
             served = await leader.read_run()
@@ -244,31 +268,44 @@ class Follower:
                 text = f"pserver {self.index} at {named.leader} is not the incarnation that the coordinator named"
                 raise StalePserver(text, expected=named.incarnation, actual=served.installed.incarnation)
             check_software(served)
-            self._check_fence(named.incarnation)
+            self._check_not_fenced(named.incarnation)
             if self.replica is None or not self.replica.continues(served.installed):
-                await self._copy_shard(leader, served)
+                await self._begin_replica(leader, served.installed)
             await self._apply_updates(leader, served.installed, named)
 
-    async def _copy_shard(self, leader: Leader, served: ServedRun) -> None:
-        """Begin with a copy of the shard, which is on the disk when this returns."""
-        installed = served.installed
-        self._discard_replica(StalePserver(f"the standby begins with another copy of pserver {self.index}"))
+    async def _begin_replica(self, leader: Leader, installed: InstallRun) -> None:
+        """Begin in the own folder after a rollback, else with a copy of the shard, which is on the disk then."""
+        was_sound = self.replica is not None  # else its folder may be damaged
+        await self._discard_replica(StalePserver(f"pserver {self.index} was rolled back, or serves another run"))
         if self._writer is not None:
-            await self._writer.wait_for_writes()  # to the folder that is cleared
+            await self._writer.wait_for_writes()  # to the folder that is cleared, or restored
+        try:
+            begun = await self._return(leader, installed) if was_sound else None
+            storage, restored = begun or await self._copy_shard(leader, installed)
+        except OSError as error:
+            raise TryAgain(f"the standby cannot write its replica of pserver {self.index}: {error}") from error
+        self.replica = replica = Replica(
+            installed, self.index, restored=restored, storage=storage, compute=self._compute, pool=self._pool,
+            metrics=self._metrics,
+        )  # fmt: skip
+        self._writer, self._num_unchecked = replica.writer, 0
+        self.lag.reset(replica.round)
+        self.report_is_due.set()
+        event = "replica copied" if begun is None else "replica restored"
+        log.info(event, pserver=self.index, run=installed.run, round=replica.round)
+
+    async def _return(self, leader: Leader, installed: InstallRun) -> tuple[RunStorage, Restored] | None:
+        """Return the replica after the round of a rollback, or None if the log of the leader has other updates."""
+        begun = await asyncio.to_thread(self._disk.return_replica, installed)
+        newest = None if begun is None else begun[0].newest_update
+        return begun if newest is not None and await leader.has_update(installed, *newest) else None
+
+    async def _copy_shard(self, leader: Leader, installed: InstallRun) -> tuple[RunStorage, Restored]:
         data = await leader.read_copy(installed.run, installed.attempt)
         restored = await self._compute.run(restore_copy, installed, self.index, data)
-        try:
-            storage = await asyncio.to_thread(self._disk.begin_replica, installed, self.index, data, restored)
-        except OSError as error:
-            raise TryAgain(f"the standby cannot write its copy of pserver {self.index}: {error}") from error
-        replica = Replica(installed, self.index, restored, storage, self._compute, self._pserver.metrics)
-        self._writer = replica.writer
-        self._metrics.copies.inc()
-        self._num_unchecked = 0
-        self.lag.reset(replica.round)
-        self.replica = replica
-        self.report_is_due.set()
-        log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round, bytes=len(data))
+        storage = await asyncio.to_thread(self._disk.begin_replica, installed, self.index, data, restored)
+        self._metrics.replica_copies.inc()
+        return storage, restored
 
     async def _apply_updates(self, leader: Leader, installed: InstallRun, named: StandbyAnswer) -> NoReturn:
         """Confirm, log and apply updates while the next ones, and no more, are received.
@@ -277,7 +314,7 @@ class Follower:
         fails, once it is applied. The replica is one of the leader's incarnation once the leader's log has confirmed
         its newest update.
         """
-        replica = self.run
+        replica = self.require_replica()
         replica.discard_held()
         self._must_hurry.clear()
         updates: list[tuple[LoggedUpdate, Record]] = []
@@ -287,7 +324,7 @@ class Follower:
             while True:
                 if handling is not None and replica.has_failed_to_log:
                     await handling
-                self._check_fence(named.incarnation)
+                self._check_not_fenced(named.incarnation)
                 replica.confirmed = max(replica.confirmed, replica.held)
                 asking = asyncio.create_task(leader.ask_for_updates(replica, self.instance, named.incarnation))
                 asking.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -327,7 +364,7 @@ class Follower:
     def _check_leader(self, named: StandbyAnswer) -> None:
         newest = self.leader
         assert newest is not None
-        self._check_fence(named.incarnation)
+        self._check_not_fenced(named.incarnation)
         if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
@@ -346,26 +383,23 @@ class Follower:
         """Log an update and apply it. While the disk fails, the update stays in memory, since it may be confirmed."""
         while True:
             try:
-                await replica.log_update(update, record)
+                await replica.replay(update, record)
                 break
             except OSError as error:
                 replica.has_failed_to_log = True
                 self._log_problem(f"the standby cannot log an update of pserver {self.index}: {error}")
+            except Exception as error:
+                log.exception("an update cannot be applied", round=update.round)
+                broken = TryAgain(f"an update of pserver {self.index} cannot be applied: {error}")
+                await self._discard_replica(broken)
+                raise broken from error
             await asyncio.sleep(LOG_RETRY_SECONDS)
         replica.has_failed_to_log = False
-        try:
-            await replica.apply(update, record)
-        except Exception as error:
-            self._discard_replica(error)
-            if isinstance(error, GradpostError):
-                raise
-            log.exception("an update cannot be applied", round=replica.round)
-            raise TryAgain(f"an update of pserver {self.index} cannot be applied: {error}") from error
         self._is_applied.set()
         self._num_unchecked += 1
-        self._metrics.updates.inc()
+        self._metrics.replica_updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)
-        await replica.write_snapshot_if_due()
+        await replica.snapshot_if_due()
 
     # ------------------------------------------------------------------ comparison
 
@@ -404,13 +438,13 @@ class Follower:
         self._expected = None
         if expected.round != replica.round:
             return
-        self._metrics.comparisons.inc()
+        self._metrics.replica_comparisons.inc()
         name = await replica.find_difference(expected.digests)
         if name is None:
             return
-        self._metrics.differences.inc()
+        self._metrics.replica_differences.inc()
         log.error("the replica differs from its leader", pserver=self.index, block=name, round=replica.round)
         text = f"{name!r} of the replica differs from that of pserver {self.index} after round {replica.round}"
         error = Conflict(text, code="diverged", current=replica.round)
-        self._discard_replica(error)
+        await self._discard_replica(error)
         raise error

@@ -100,7 +100,7 @@ class Clocks(Generic[Payload]):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the clocks of all members: see `Schedule.describe`."""
+        """Return the clocks of all members."""
         return {"clocks": self.clocks}
 
     def contribution(self, rank: Rank) -> StagedContribution[Payload]:
@@ -113,7 +113,7 @@ class Clocks(Generic[Payload]):
             yield self._steps[rank].open_step, rank, self._steps[rank].staged
 
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
-        """Return whether a push's step is open or already committed: see `Schedule.admit`."""
+        """Return whether a push's step is open or already committed."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
         # A complete contribution is about to be committed.

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from ps_protocol.errors import BadInput, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.membership import FrozenRounds, InstallRun, Membership
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.requests import APPLIED_KEY, COMPUTED_ON_KEY, HISTORY_KEY, Completion, Pull, PushAnswer
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Rank, Round
 from services.runtime.logs import get_logger
 
 from ..durable.storage import Restored
@@ -64,11 +64,9 @@ class QueueRun(Run):
 
     schedule: Clocks[StagedBlock]
 
-    def __init__(
-        self, installed: InstallRun, index: PserverIndex, *, restored: Restored | None = None, **shared: Any
-    ) -> None:
-        super().__init__(installed, index, restored=restored, **shared)
-        self._rules = rules = installed.consistency
+    def prepare(self, restored: Restored | None) -> None:
+        """Begin with the contributions in the restored shard, or with none."""
+        self._rules = rules = self.installed.consistency
         self.schedule = Clocks(
             {},
             rules,
@@ -80,7 +78,7 @@ class QueueRun(Run):
         self._turn = asyncio.Lock()  # of the caller that commits a contribution or needs empty queues, in FIFO order
         self._reader: Reader | None = None
         self._pulling: dict[Rank, _Pulling] = {}
-        self._install(installed.membership)
+        self._install(self.installed.membership)
 
     def _make_restored_pull(self) -> PulledState:
         """Return the pull that the trainers of an earlier incarnation of this pserver are assumed to have made."""
@@ -355,7 +353,7 @@ class QueueRun(Run):
                 self._pulling.pop(rank, None)
         self.schedule.install_members(membership)
         if was_paused:
-            self._pulling.clear()  # the round time-outs of these pulls begin again
+            self._pulling.clear()  # the waits of these pulls begin again
             self.waits.since = None
 
     async def end_when_applied(self, reason: GradpostError) -> bool:

@@ -6,6 +6,7 @@ A contribution enters all its queues together (ADR 5).
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -87,9 +88,8 @@ class BlockQueue:
             await apply(self.name, update)
         except Exception as error:
             log.exception("a block's worker failed; the block has stopped", block=self.name)
-            self.failure = Ended(
-                f"block {self.name!r} has stopped, because its optimizer failed: {error}", code="apply_failed"
-            )
+            text = f"block {self.name!r} has stopped, because its optimizer failed: {error}"
+            self.failure = copy.copy(error) if isinstance(error, Ended) else Ended(text, code="apply_failed")
             while not self._queue.empty():
                 self._queue.get_nowait()
                 self.num_updates -= 1

@@ -11,14 +11,13 @@ from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import MASTER, SLOTS, OptimizerSpec, StepState, read_states, slot_key, split_key
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import STATES_KEY, Completion
-from ps_protocol.vocabulary import BufferSpec, NonfinitePolicy, PserverIndex
+from ps_protocol.vocabulary import BufferSpec, PserverIndex
 from ps_protocol.wire_types import WireTensor
-from services.runtime.compute import ComputeExecutor
 
 from ..shard.bodies import Body
 from ..shard.layout import BlockPlace, ShardLayout
 from ..shard.shard import MASTER_BYTES
-from ..shard.tensors import QUICK_BYTES, StagedBlock, check_blocks, find_nonfinite, view_tensors
+from ..shard.tensors import StagedBlock, view_tensors
 from .staging import Push
 
 
@@ -30,21 +29,6 @@ def read_push(body: Body, layout: ShardLayout, plan: SlicePlan) -> Push[StagedBl
         body.is_recurring = False
         return Push({}, slots=_read_slots(body, layout, plan.optimizer))
     return Push(read_blocks(body, layout), Completion.from_metadata(metadata, plan.optimizer))
-
-
-async def find_nonfinite_block(
-    body: Body, blocks: Mapping[str, StagedBlock], plan: SlicePlan, policy: NonfinitePolicy, compute: ComputeExecutor
-) -> str | None:
-    """Return a block that contains NaN or infinity, if any; under `allow` blocks are not read. Checks sparse indices.
-
-    Raises BadInput.
-    """
-    if plan.wire.push == "topk":
-        await compute.run(check_blocks, blocks)
-    if policy == "allow" or not blocks:
-        return None
-    is_quick = len(body.buffer) <= QUICK_BYTES
-    return find_nonfinite(body, blocks) if is_quick else await compute.run(find_nonfinite, body, blocks)
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:

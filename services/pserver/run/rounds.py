@@ -148,7 +148,7 @@ class Rounds(Generic[Payload]):
         return f"<Round {self.open} [{state} | waiting for: {waiting}]>"
 
     def describe(self) -> dict[str, Any]:
-        """Return the barriers of the open round and the contributions to the applied one: see `Schedule.describe`."""
+        """Return the barriers of the open round and the contributions to the applied one."""
         return {
             "batch_barriers": tuple(sorted(self.batch_barriers)),
             "fetch_barriers": tuple(sorted(self.fetch_barriers)),
@@ -166,7 +166,7 @@ class Rounds(Generic[Payload]):
                 yield round_, rank, contribution
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
-        """Return whether a message's round is open or already applied: see `Schedule.admit`."""
+        """Return whether a message's round is open or already applied."""
         check_member(self.members, rank, incarnation)
         admission = admit(round_, self.open, self.open + self.max_delay)
         start = self._starts.get(rank, 1)
@@ -180,7 +180,7 @@ class Rounds(Generic[Payload]):
         admit(round_, self.open, max(self.open + self.max_delay, self._starts.get(rank, 1) - 1))
 
     def check_state(self, rank: Rank, incarnation: Incarnation, round_: Round, version: Round) -> None:
-        """Raise an error unless optimizer state of `version` is that of a member's round: see `Schedule.check_state`.
+        """Raise an error unless optimizer state of `version` is that of a member's round.
 
         The next round is not applied before this trainer's barrier, so the state of the round can be read.
         """
@@ -328,12 +328,14 @@ class Rounds(Generic[Payload]):
         self._rounds.pop(self.applied, None)
         return self._start_apply()
 
+    def replay(self, history: History) -> None:
+        """Count the round that is being applied, about which another process has decided, with this history."""
+        self.applied, self.history, self.applying = self.open, history, None
+
     def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
         """Return the history after this round."""
         history = self.history.copy()
-        history.add_round(
-            apply.round, apply.ranks, apply.nonfinite, norm, apply.hyper_parameters, keep=self.max_delay + 1
-        )
+        history.add_round(apply.round, apply.ranks, apply.nonfinite, norm, keep=self.max_delay + 1)
         return history
 
     def _start_apply(self) -> Order[Payload] | None:

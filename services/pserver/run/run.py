@@ -27,7 +27,6 @@ from ps_protocol.errors import (
     Conflict,
     Ended,
     GradpostError,
-    NonFiniteGradient,
     NotReady,
     RoundPending,
     RoundTimeout,
@@ -50,10 +49,10 @@ from ..shard.bodies import Body, BufferPool
 from ..shard.history import History
 from ..shard.reply import Reply
 from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock
+from ..shard.tensors import StagedBlock, check_blocks
 from ..waits import Wait, Waits
 from .clocks import Clocks
-from .read_pushes import find_nonfinite_block, measure_largest_body, read_initial, read_push
+from .read_pushes import measure_largest_body, read_initial, read_push
 from .rounds import Rounds
 from .staging import Admission, Push, Staged, check_member
 from .standbys import StandbyConfirmations
@@ -74,6 +73,7 @@ class Run(ABC):
     """One run on one pserver. Lives on the event loop; only jobs of `compute` touch the shard's tensors."""
 
     schedule: Rounds[StagedBlock] | Clocks[StagedBlock]
+    follows = False  # whether another process decides, and this one repeats its updates
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Run(ABC):
         self.storage = storage
         self.membership = installed.membership
         self.shard = restored.shard if restored else Shard(plan, index)
+        self.shard.aggregator.allows_nonfinite = installed.nonfinite == "allow"
         self.writer = writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics, publisher)
         self.standbys: StandbyConfirmations | None = None
-        if installed.durability == "replicated" and storage is not None:
-            self.standbys = StandbyConfirmations(
-                installed, index, restored.round if restored else 0, storage, lambda: writer.heartbeat_is_due.set()
-            )
+        if installed.durability == "replicated" and storage is not None and not self.follows:
+            first, report = restored.round if restored else 0, lambda: writer.heartbeat_is_due.set()
+            self.standbys = StandbyConfirmations(installed, index, first, storage, report)
         self.failure: GradpostError | None = None  # the reason that has ended the run
         self.is_readable = False  # True once all initial values have arrived
         self.stalls_at = math.inf  # a time of the loop's clock, while an update is logged and stepped
@@ -111,11 +111,16 @@ class Run(ABC):
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
-        self.waits = Waits(installed.round_timeout_seconds)
+        self.waits = Waits(installed.patience_seconds)
         self._buffers = {spec.name: spec for spec in plan.buffers if spec.pserver == index}
         self._publishing = asyncio.Lock()
+        self.prepare(restored)
 
     # ------------------------------------------------------------------ what a mode decides
+
+    @abstractmethod
+    def prepare(self, restored: Restored | None) -> None:
+        """Make the schedule, and all else that only this mode has: the end of the constructor."""
 
     @property
     @abstractmethod
@@ -234,7 +239,8 @@ class Run(ABC):
     def late(self) -> tuple[tuple[Rank, ...], float]:
         """The ranks that requests wait for, and the seconds of their wait: none and 0 without one, or while paused."""
         missing, since = self.longest_wait if self.is_readable else ([self.installed.uploader], self.waits.since)
-        if since is None or self.schedule.is_paused:
+        is_being_written = self.shard.is_initialised and not self.is_readable  # no trainer is late then
+        if since is None or self.schedule.is_paused or is_being_written:
             return (), 0.0
         return tuple(missing), asyncio.get_running_loop().time() - since
 
@@ -248,6 +254,8 @@ class Run(ABC):
 
     def describe_wait_for_values(self) -> Wait:
         """Return the reason why a request waits for version 0."""
+        if self.shard.is_initialised:
+            return Wait("version 0", "its first snapshot", facts={"round": self.schedule.reported_round})
         since = None if self.schedule.is_paused else self.waits.begin()
         missing, facts = [self.installed.uploader], {"round": self.schedule.reported_round}
         return Wait("version 0", "its values", missing, "upload the initial values", since, facts)
@@ -255,7 +263,7 @@ class Run(ABC):
     async def wait_until_held(self, round_: Round | None = None, wait_seconds: float = HELD_SECONDS) -> None:
         """Wait until every required standby holds a round: see `StandbyConfirmations.wait_until_held`.
 
-        Raises the failure of the run, too, which ends with `standby_lost` at the round time-out.
+        Raises the failure of the run, too, which ends with `standby_lost` after `patience_seconds`.
         """
         if self.standbys is None:
             return
@@ -287,50 +295,40 @@ class Run(ABC):
             if self.shard.is_initialised and not self.is_readable:
                 self.check_failure()
                 if self.storage is not None and (self.installed.restore is None or self.installed.source is not None):
-                    history = self.schedule.copy_history()
-                    if (error := await self.writer.write_first(self.shard, history, self.compute)) is not None:
-                        await self.end(self.storage_failed("write its first snapshot", error), is_failure=True)
+                    await self._write_first_snapshot()
                     self.check_failure()
                 await self.open_reads()
                 self.is_readable = True
                 self.waits.since = None
         await self.waits.notify()  # even without a version, since the time-out of its readers begins again
 
+    async def _write_first_snapshot(self) -> None:
+        """Write the first version, before a trainer can read it. A disk that fails, or hangs, ends the run."""
+        error: OSError | None
+        try:
+            async with asyncio.timeout(self.installed.patience_seconds):
+                error = await self.writer.write_first(self.shard, self.schedule.copy_history(), self.compute)
+        except TimeoutError as late:
+            error = late
+        if error is not None:
+            await self.end(self.storage_failed("write its first snapshot", error), is_failure=True)
+
     # ------------------------------------------------------------------ pushes and state
 
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing."""
         push = read_push(body, self.shard.layout, self.plan)
-        is_finite = await self._check_finite(fence, push.blocks, body)
+        if self.plan.wire.push == "topk":
+            await self.compute.run(check_blocks, push.blocks)
         if self.admit_push(fence) == "already_applied":
             await self.wait_until_held()
-            return PushAnswer(status="already_applied", duplicates=push.num_entries, finite=is_finite)
+            return PushAnswer(status="already_applied", duplicates=push.num_entries)
         staged = self.stage(fence, push)
         if push.blocks:
             self.metrics.staged_blocks.inc(staged.num_new)
         self.pushed_bytes += len(body.buffer)
         known, complete = push.num_entries - staged.num_new, staged.is_complete
-        return PushAnswer(status="staged", staged=staged.num_new, duplicates=known, complete=complete, finite=is_finite)
-
-    async def _check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock], body: Body) -> bool:
-        """Return whether the blocks contain neither NaN nor infinity; under `allow` they are not read.
-
-        Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
-        """
-        culprit = await find_nonfinite_block(body, blocks, self.plan, self.installed.nonfinite, self.compute)
-        if culprit is None:
-            return True
-        self.metrics.nonfinite.inc()
-        is_rejected = self.installed.nonfinite == "reject"
-        write = log.info if is_rejected else log.warning  # the trainer reports a rejected push
-        write("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
-        if is_rejected:
-            advice = "" if isinstance(self.schedule, Clocks) else ". To skip such rounds, set --nonfinite skip_round"
-            raise NonFiniteGradient(
-                f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
-                f"nothing of this push was staged{advice}"
-            )
-        return False
+        return PushAnswer(status="staged", staged=staged.num_new, duplicates=known, complete=complete)
 
     async def get_slots(self, fence: Fence, keys: Sequence[str]) -> Sequence[bytes]:
         """Return a frame of optimizer state as of the request's round: see `Shard.encode_state`.

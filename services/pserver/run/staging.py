@@ -5,7 +5,7 @@ A staged block is an opaque payload.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -51,10 +51,7 @@ class StagedContribution(Generic[Payload]):
     @property
     def is_complete(self) -> bool:
         """True if the whole contribution is staged. Its batch barrier is counted separately."""
-        announced = self.completion
-        if announced is None:
-            return False
-        return announced.num_blocks == len(self.blocks) and announced.num_slots == len(self.slots)
+        return self.completion is not None and self.completion.num_blocks == len(self.blocks) + len(self.slots)
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
@@ -65,15 +62,19 @@ class StagedContribution(Generic[Payload]):
     def stage(self, rank: Rank, round_: Round, push: Push[Payload]) -> Staged:
         """Stage one push. `rank` and `round_` are for messages.
 
-        A ContributionConflict (other bytes or hyperparameters for the same block or round, or more blocks or slots
-        than announced) stages nothing.
+        A ContributionConflict (other bytes or hyperparameters for the same block or round, or more blocks than
+        announced) stages nothing.
         """
         blocks = _find_new(self.blocks, push.blocks, "other bytes for block", rank, round_)
         slots = _find_new(self.slots, push.slots, "something else for", rank, round_)
         announced = [each for each in (self.completion, push.completion) if each is not None]
-        num_blocks, num_slots = len(self.blocks) + len(blocks), len(self.slots) + len(slots)
-        _check_total("blocks", num_blocks, [each.num_blocks for each in announced], rank, round_)
-        _check_total("slots", num_slots, [each.num_slots for each in announced], rank, round_)
+        num_blocks = len(self.blocks) + len(self.slots) + len(blocks) + len(slots)
+        if announced and (num_blocks > announced[-1].num_blocks or announced[0].num_blocks != announced[-1].num_blocks):
+            raise ContributionConflict(
+                f"trainer {rank} pushed more blocks in round {round_} than it announced, or announced two numbers",
+                expected=announced[0].num_blocks,
+                actual=max(announced[-1].num_blocks, num_blocks),
+            )
         if announced and announced[0].hyper_parameters != announced[-1].hyper_parameters:
             raise ContributionConflict(f"trainer {rank} pushed two sets of hyperparameters in round {round_}")
         self.blocks.update(blocks)
@@ -92,15 +93,6 @@ def _find_new(
         elif payload != known[name]:
             raise ContributionConflict(f"trainer {rank} pushed {what} {name!r} in round {round_}")
     return new
-
-
-def _check_total(noun: str, staged: int, announced: Sequence[int], rank: Rank, round_: Round) -> None:
-    if announced and (staged > announced[-1] or announced[0] != announced[-1]):
-        raise ContributionConflict(
-            f"trainer {rank} pushed more {noun} in round {round_} than it announced, or announced two numbers",
-            expected=announced[0],
-            actual=max(announced[-1], staged),
-        )
 
 
 Admission = Literal["open", "already_applied"]

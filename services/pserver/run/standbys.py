@@ -62,7 +62,7 @@ class StandbyConfirmations:
         """`first` is the round that the run begins with. `report` is called when `describe` changes."""
         self._index = index
         self._storage = storage
-        self._round_timeout_seconds = installed.round_timeout_seconds
+        self._patience_seconds = installed.patience_seconds
         # A rollback may go back this many rounds, which a standby must have received behind its copy of the shard.
         self._num_restorable = 1 + installed.consistency.max_delay
         self.required = required = installed.required
@@ -192,11 +192,11 @@ class StandbyConfirmations:
         """Wait until every required standby holds a round, by default the newest logged one.
 
         Raises the errors of `check`, RoundPending after `wait_seconds`, and Ended (`standby_lost`) once requests have
-        waited for the round time-out.
+        waited for `patience_seconds`.
         """
         if round_ is None:
             round_ = self.newest_logged
-        loop, limit = asyncio.get_running_loop(), self._round_timeout_seconds
+        loop, limit = asyncio.get_running_loop(), self._patience_seconds
         began = loop.time()
         while not self.acknowledge(round_):
             check()

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.membership import Controls, FrozenRounds, InstallRun, Membership
+from ps_protocol.membership import Controls, FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, clip_coefficient
 from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
@@ -64,10 +64,9 @@ class SyncRun(Run):
 
     schedule: Rounds[StagedBlock]
 
-    def __init__(
-        self, installed: InstallRun, index: PserverIndex, *, restored: Restored | None = None, **shared: Any
-    ) -> None:
-        super().__init__(installed, index, restored=restored, **shared)
+    def prepare(self, restored: Restored | None) -> None:
+        """Begin with the round after the restored one, or with the first one."""
+        installed = self.installed
         self.schedule = Rounds(
             installed.membership.members,
             installed.consistency.max_delay,
@@ -82,9 +81,10 @@ class SyncRun(Run):
         self._reply: Reply | None = None  # the reply of the applied round, once the round may be read
         self._measured: Measured | None = None  # the round that waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
-        self._warnings = ScriptWarnings(self.shard.layout, reports_all=index == 0)
+        self._warnings = ScriptWarnings(self.shard.layout, reports_all=self.index == 0)
         self._disk_trouble = ""  # the reason why the log of the open round is not written yet
-        self._start(self.schedule.install_members(installed.membership))  # last, since it may begin an apply
+        if not self.follows:
+            self._start(self.schedule.install_members(installed.membership))  # last, since it may begin an apply
 
     @property
     def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
@@ -93,10 +93,7 @@ class SyncRun(Run):
     # ------------------------------------------------------------------ barriers
 
     def count_barrier(self, fence: Fence, barrier: Barrier) -> BarrierAnswer:
-        """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits.
-
-        The fence has been checked. Starts the apply that the barrier completes.
-        """
+        """Count a barrier whose fence was checked, and its verdict. Starts the apply that it completes; never waits."""
         rank, incarnation = fence.rank, fence.trainer_incarnation
         if barrier.kind == "batch":
             is_finite = barrier.is_finite or self.installed.nonfinite != "skip_round"
@@ -106,8 +103,7 @@ class SyncRun(Run):
         else:
             order = self.schedule.count_fetch_barrier(rank, incarnation, fence.round)
         self._start(order)
-        missing = tuple(self.schedule.missing)
-        return BarrierAnswer(round=self.schedule.open, missing=missing, notice=self.waits.notice)
+        return BarrierAnswer(round=self.schedule.open, missing=tuple(self.schedule.missing), notice=self.waits.notice)
 
     # ------------------------------------------------------------------ members
 
@@ -175,8 +171,7 @@ class SyncRun(Run):
         measured = await self.run_update(self._measure_job, apply, controls)
         async with self.waits.condition:
             if self.schedule.measuring is apply:  # else the members have changed meanwhile
-                self._measured = measured
-                self.waits.since = None
+                self._measured, self.waits.since = measured, None
                 self.waits.condition.notify_all()
 
     def _find_measured(self, apply: Apply[StagedBlock] | None) -> Measured | None:
@@ -189,7 +184,12 @@ class SyncRun(Run):
         if coefficient != 1:
             await self.run_update(self.shard.aggregator.scale, coefficient)
         reply = await self._step_when_logged(apply)
-        await self._snapshot_if_due(apply)
+        try:
+            async with asyncio.timeout(self.installed.patience_seconds):
+                await self.snapshot_if_due()
+        except TimeoutError as error:
+            raise self.storage_failed(f"begin a snapshot after round {apply.round}", error) from error
+        self.stalls_at = math.inf
         self.metrics.apply_seconds.observe(perf_counter() - begin)
         if self.standbys is not None:
             await self.standbys.wait_for_joining(apply.round)
@@ -208,7 +208,7 @@ class SyncRun(Run):
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
         """Step as soon as the disk accepts the update. A full or hanging disk fails the run in the end."""
         loop = asyncio.get_running_loop()
-        deadline, next_report = loop.time() + self.installed.round_timeout_seconds, 0.0
+        deadline, next_report = loop.time() + self.installed.patience_seconds, 0.0
         # A write may block, as may its thread.
         run = self.run_update if self.installed.durability == "none" else self.compute.run
         self.stalls_at = loop.time() + STALLED_SECONDS + self.shard.values.nbytes / STALLED_BYTES_PER_SECOND
@@ -226,7 +226,7 @@ class SyncRun(Run):
                 self._disk_trouble = f"the disk of pserver {self.index}: {error}"
                 await asyncio.sleep(LOG_RETRY_SECONDS)
             else:
-                self._disk_trouble, self.stalls_at = "", math.inf
+                self._disk_trouble = ""
                 return reply
 
     # ------------------------------------------------------------------ jobs of the compute thread
@@ -246,7 +246,7 @@ class SyncRun(Run):
         """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
         contributions = () if apply.nonfinite else apply.contributions
         parts = [{name: block.part for name, block in staged.blocks.items()} for staged in contributions]
-        gradient, present = self.shard.aggregator.aggregate(parts)
+        gradient, present = self.shard.aggregator.aggregate(parts, is_measured=self.schedule.clips)
         if frozen := frozenset(controls.frozen):
             place = self.shard.layout.place
             present = tuple(name for name in present if place[name].block.parameter not in frozen)
@@ -290,8 +290,9 @@ class SyncRun(Run):
         versioned.parts(round_ - 1)  # the frame for most trainers, made on this thread
         return Reply(round_, versioned.parts(), versioned)
 
-    async def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> None:
-        if self.writer.begin_if_due(apply.round):
+    async def snapshot_if_due(self) -> None:
+        """Begin a snapshot of the shard's version, if one is due after its round."""
+        if self.writer.begin_if_due(self.shard.version):
             with contextlib.suppress(TryAgain):  # the writer has logged the error, and the log has the round
                 await self.write_snapshot(self.stepped_history)
 
@@ -300,8 +301,7 @@ class SyncRun(Run):
             measured, self._measured = self._find_measured(apply), None
             following = self.schedule.finish_apply(measured.norm if measured else None)
             self._captures.expire_rounds(apply.round)
-            self._reply = reply
-            self.waits.since = None
+            self._reply, self.waits.since = reply, None
             if self.schedule.batch_barriers:
                 self.waits.begin()
             self._start(following)
@@ -407,8 +407,7 @@ class SyncRun(Run):
             cause = "its global norm"
         is_measuring = rounds.measuring is not None and self._find_measured(rounds.measuring) is None
         is_late = not (rounds.is_paused or rounds.applying is not None or is_measuring)
-        facts = {"round": rounds.open}
-        return Wait(f"round {fence.round}", cause, missing, owed, since if is_late else None, facts)
+        return Wait(f"round {fence.round}", cause, missing, owed, since if is_late else None, {"round": rounds.open})
 
     # ------------------------------------------------------------------ checkpoints and inspection
 
@@ -426,10 +425,9 @@ class SyncRun(Run):
         if round_ <= rounds.applied:
             raise StaleRound(f"round {round_} is over", current=rounds.applied)
         self.check_failure()
+        metadata = self.metadata(round_)
         try:
-            found = await self._captures.wait_for_round(
-                round_, lambda: read(self.metadata(round_)), wait_seconds, rounds.applied
-            )
+            found = await self._captures.wait_for_round(round_, lambda: read(metadata), wait_seconds, rounds.applied)
         except TimeoutError:
             text = f"round {round_} waits for {name_trainers(rounds.missing) or 'its apply'}"
             raise RoundPending(text, missing=rounds.missing, round=rounds.open) from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ps_protocol.encodings import Part
+from ps_protocol.encodings import Part, is_finite
+from ps_protocol.errors import Ended
 from ps_protocol.optimizers import LOWEST_RANK
 
 from .layout import ShardLayout
@@ -25,10 +26,14 @@ class Aggregator:
         """`values` are the values of the shard, which are only read."""
         self._layout = layout
         self._values = values
+        self.allows_nonfinite = False  # else a gradient with NaN or infinity raises Ended (`non_finite_update`)
+        self._is_checked = True  # by `_scale`, while a piece is in the cache
         self._gradient = torch.zeros(layout.num_elements)
         self._views = {place.name: self._gradient[place.begin : place.end] for place in layout.places}
 
-    def aggregate(self, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
+    def aggregate(
+        self, contributions: Sequence[Mapping[str, Part]], *, is_measured: bool = False
+    ) -> tuple[Tensor, tuple[str, ...]]:
         """Average contributions, given in rank order. Return the gradient, and the blocks present in it.
 
         A contribution maps block names to parts of shape (num_elements,), which are only read and may lie at any
@@ -36,8 +41,10 @@ class Aggregator:
         multiplied once by 1/n, n being the number of contributions. A contribution without a block counts as zeros, as
         in DDP, or as the current values of a buffer. A buffer of LOWEST_RANK is that of the first contribution. A block
         that no contribution has is not present; the gradient there is left over from an earlier round. The gradient is
-        valid until the next call.
+        valid until the next call. It is checked for NaN and infinity, except in buffers: here, or if it `is_measured`
+        in `sum_of_squares`, which follows. Raises Ended.
         """
+        self._is_checked = not (is_measured or self.allows_nonfinite)
         scale = 1 / max(len(contributions), 1)
         present = []
         begin = end = 0  # not yet scaled; small blocks are summed, and scaled, together
@@ -76,7 +83,7 @@ class Aggregator:
     def sum_of_squares(self, present: Sequence[str]) -> float:
         """Return the sum of squares of these blocks of the newest gradient, without buffers, in float64.
 
-        The slicing of the parameters changes its rounding only.
+        The slicing of the parameters changes its rounding only. Raises Ended for NaN and infinity.
         """
         sums = []
         for name in present:
@@ -86,7 +93,10 @@ class Aggregator:
             for at in range(0, len(view), PIECE):
                 piece = view[at : at + PIECE].double()
                 sums.append(float(torch.dot(piece, piece)))
-        return sum(sums) if any(map(math.isnan, sums)) or math.inf in sums else math.fsum(sums)
+        if not all(map(math.isfinite, sums)):
+            self._check(present)
+            return sum(sums)
+        return math.fsum(sums)
 
     def scale(self, coefficient: float) -> None:
         """Multiply the newest gradient, in the tensor that `aggregate` has returned, by `coefficient`.
@@ -116,15 +126,28 @@ class Aggregator:
     def load_blocks(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Copy the gradients of some blocks, without averaging. Returns the whole gradient, valid until the next call.
 
-        `parts` are tensors of shape (num_elements,) in any floating dtype.
+        `parts` are tensors of shape (num_elements,) in any floating dtype. Raises Ended for NaN and infinity.
         """
         if parts:
             torch._foreach_copy_([self._views[name] for name in parts], list(parts.values()))
+        self._check(parts)
         return self._gradient
 
     def _scale(self, begin: int, end: int, scale: float) -> None:
         if scale != 1 and begin < end:
             self._gradient[begin:end].mul_(scale)  # padding stays zero
+        if self._is_checked and not is_finite(self._gradient[begin : min(end, self._layout.num_stepped)]):
+            self._check(self._views)
+
+    def _check(self, names: Iterable[str]) -> None:
+        """Raise Ended if a block of the gradient holds NaN or infinity, which no pserver may leave out by itself."""
+        checked = () if self.allows_nonfinite else names
+        if (culprit := next((name for name in checked if not is_finite(self._views[name])), None)) is not None:
+            raise Ended(
+                f"NaN or infinity in the update of block {culprit!r}: finite gradients have overflowed, or a client "
+                "does not check what it pushes",
+                code="non_finite_update",
+            )
 
 
 def _sum_small(blocks: list[tuple[Tensor, list[Tensor]]]) -> None:

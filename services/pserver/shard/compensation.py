@@ -15,7 +15,7 @@ def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) ->
 
     Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
     """
-    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in hyper_parameters if "lr" in group]  # type: ignore[operator]
+    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in hyper_parameters]  # type: ignore[operator]
 
 
 def compensate_gradient(gradient: Tensor, values: Tensor, pulled: Tensor, strength: float) -> Tensor:

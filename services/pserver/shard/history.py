@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ps_protocol.norms import ShardNorm
-from ps_protocol.optimizers import SCALER_NUMBERS, HyperParameters, find_scaler
 from ps_protocol.requests import Pulled
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
@@ -24,7 +22,6 @@ class History:
     nonfinite: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
     steps: dict[Rank, tuple[Incarnation, Round]] = field(default_factory=dict)
     norms: dict[Round, ShardNorm] = field(default_factory=dict)  # where gradients are clipped
-    scaler: HyperParameters | None = None  # the state of the lowest rank's GradScaler in the newest round
 
     def add_round(
         self,
@@ -32,7 +29,6 @@ class History:
         ranks: tuple[Rank, ...],
         nonfinite: tuple[Rank, ...],
         norm: ShardNorm | None = None,
-        hyper_parameters: Sequence[HyperParameters] = (),
         *,
         keep: int,
     ) -> None:
@@ -45,8 +41,6 @@ class History:
             self.nonfinite[round_] = nonfinite
         if norm is not None:
             self.norms[round_] = norm
-        if ranks:
-            self.scaler = find_scaler(hyper_parameters)
         known: dict[Round, Any]
         for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
             for old in list(known):
@@ -54,22 +48,16 @@ class History:
                     del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
-        """Return the metadata of the reply for this version: skipped rounds, and the GradScaler state."""
-        return Pulled(round_, None, self.nonfinite, self.scaler).to_metadata()
-
-    def adopt_outcomes(self, other: History) -> None:
-        """Add the outcomes that trainers receive of another run's rounds, from which this run resumes."""
-        self.nonfinite.update(other.nonfinite)
-        self.scaler = other.scaler
+        """Return the metadata of the reply for this version: because of which ranks it was skipped."""
+        return Pulled(round_, None, self.nonfinite.get(round_, ())).to_metadata()
 
     def copy(self) -> History:
         """Return a copy."""
-        return History(dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms), self.scaler)
+        return History(dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms))
 
     def to_json(self) -> str:
         """Return the text that a checkpoint contains."""
-        scalers = {} if self.scaler is None else {0: [self.scaler[name] for name in SCALER_NUMBERS]}
-        known_by_key = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
+        known_by_key = (self.participants, self.nonfinite, self.steps, self.norms)
         return json.dumps([list(known.items()) for known in known_by_key])
 
     @classmethod
@@ -77,14 +65,8 @@ class History:
         """Return the history in such a text.
 
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
-        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={}, scaler=None)
+        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={})
         """
-        *rest, norms, scalers = json.loads(text)
+        *rest, norms = json.loads(text)
         participants, nonfinite, steps = ({key: tuple(values) for key, values in items} for items in rest)
-        return cls(
-            participants,
-            nonfinite,
-            steps,
-            {round_: ShardNorm(*norm) for round_, norm in norms},
-            dict(zip(SCALER_NUMBERS, scalers[0][1], strict=True)) if scalers else None,
-        )
+        return cls(participants, nonfinite, steps, {round_: ShardNorm(*norm) for round_, norm in norms})

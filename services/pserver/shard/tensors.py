@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part, is_finite
+from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part
 from ps_protocol.frames import TensorEntry
 
 from .bodies import Body
-
-QUICK_BYTES = 1 << 16  # a smaller push is checked in less time than another thread takes to begin
 
 _PIECE_BYTES = 1 << 18  # compared at once
 
@@ -24,19 +22,19 @@ def view_bytes(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-def view_runs(body: Body, entries: Iterable[TensorEntry]) -> Iterator[tuple[Tensor, list[TensorEntry]]]:
-    """Yield a flat view of each run of 1-D tensors of one dtype, and the run. Each of the entries follows the other."""
+def view_tensors(body: Body, entries: Iterable[TensorEntry]) -> list[Tensor]:
+    """Return a view of each of these 1-D tensors, each of which follows the other.
+
+    A run of one dtype is viewed at once and then split, which takes less time than a view for each tensor.
+    """
+    views: list[Tensor] = []
     for dtype, run in groupby(entries, key=attrgetter("dtype")):
         first, *others = run
-        count = first.shape[0] + sum(entry.shape[0] for entry in others)
+        sizes = [first.shape[0], *(entry.shape[0] for entry in others)]
         offset = body.frame.data_begin + first.begin
-        yield torch.frombuffer(body.buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset), [first, *others]
-
-
-def view_tensors(body: Body, entries: Iterable[TensorEntry]) -> list[Tensor]:
-    """Return a view of each tensor: see `view_runs`. Splitting a run takes less time than a view for each tensor."""
-    runs = view_runs(body, entries)
-    return [view for flat, run in runs for view in flat.split_with_sizes([entry.shape[0] for entry in run])]
+        flat = torch.frombuffer(body.buffer, dtype=TORCH_DTYPES[dtype], count=sum(sizes), offset=offset)
+        views += flat.split_with_sizes(sizes)
+    return views
 
 
 class StagedBlock:
@@ -84,14 +82,3 @@ def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
     for block in blocks.values():
         if isinstance(block.part, SparsePart):
             block.part.check()
-
-
-def find_nonfinite(body: Body, blocks: Mapping[str, StagedBlock]) -> str | None:
-    """Return the name of a block that contains NaN or infinity, if there is one; `blocks` are all of the body."""
-    if all(is_finite(flat) for flat, _ in view_runs(body, body.frame.tensors) if flat.dtype.is_floating_point):
-        return None
-    for name, block in blocks.items():
-        for view in block.views:
-            if view.dtype.is_floating_point and not is_finite(view):
-                return name
-    return None

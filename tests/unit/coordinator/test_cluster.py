@@ -14,7 +14,7 @@ from services.coordinator.state.losses import expire_trainers, leave_run, note_h
 from services.coordinator.state.pservers import PserverRegistry
 
 from ...raising import raises_code
-from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
+from .support import LEASE, alive, beat, joining, leaving, make_cluster, model, registration, train
 
 
 def make_registry(num_pservers: int = 2) -> PserverRegistry:
@@ -51,16 +51,6 @@ def test_a_repeated_registration_gets_the_same_answer_and_renews_the_lease():
         assert answer == first
     assert registry.expire(12) == registry
     assert registry.expire(20).register(registration("a"), 20)[1].incarnation == 2
-
-
-def test_a_pserver_too_many_is_refused():
-    registry = make_registry(1)
-    registry, _ = registry.register(registration("a"), 0)
-    with raises_code("index_taken", match="all 1 pservers are registered"):
-        registry.register(registration("b"), 0)
-    with raises_code("world_mismatch", match="pserver index 1 must be less"):
-        registry.register(registration("b", index=1), 0)
-    assert list(registry.members) == [0]
 
 
 def test_a_second_pserver_with_the_same_index_waits_for_the_lease_of_the_first():
@@ -123,30 +113,6 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
 # ---------------------------------------------------------------- the start
 
 
-@pytest.mark.parametrize("trainers_first", [False, True])
-def test_a_run_starts_once_in_any_order(trainers_first):
-    cluster = make_cluster()
-    cluster.start_run_if_complete(0)
-    if trainers_first:
-        join_all(cluster)
-    for index in (0, 1):
-        cluster.register_pserver(registration(str(index)), 0)
-    if not trainers_first:
-        join_all(cluster)
-    assert cluster.plan_ready(0, 1) is None
-    cluster.start_run_if_complete(0)
-    plan = cluster.run.record.plan
-    assert plan is not None
-    cluster.start_run_if_complete(0)
-    assert cluster.run.record.plan is plan
-    assert cluster.plan_ready(0, 1) is None  # until every pserver has it
-    cluster.run = cluster.run.begin_training(0)
-    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
-    ready = cluster.plan_ready(0, 1)
-    assert [p.index for p in ready.pservers] == [0, 1]
-    assert (ready.run, ready.attempt, ready.uploader) == ("run1", 0, 0)
-
-
 def test_a_cluster_names_what_it_waits_for():
     cluster = make_cluster()
     assert cluster.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
@@ -192,15 +158,6 @@ def test_a_trainer_must_declare_a_model_within_the_round_timeout_of_the_last_joi
     assert isinstance(cluster.run.record.failure, RoundTimeout)
     assert cluster.run.record.failure.facts["missing"] == [1]
     assert "trainer 1 joined, but did not declare a model" in cluster.run.record.failure.detail
-
-
-def test_another_version_of_the_protocol_is_refused():
-    cluster = make_cluster()
-    with raises_code("unsupported_protocol"):
-        cluster.register_pserver(registration(protocol=99), 0)
-    with raises_code("unsupported_protocol"):
-        cluster.join_trainer(joining(protocol=99), 0)
-    assert (cluster.registry.members, cluster.run.record.trainers) == ({}, {})
 
 
 # ---------------------------------------------------------------- during training

@@ -86,12 +86,13 @@ class FakeProcesses(FakePservers):
         )  # fmt: skip
 
 
-def hold(run: str, attempt: int, applied: int = APPLIED, **rounds: Any) -> HeldRun:
+def hold(run: str, attempt: int, applied: int = APPLIED, *, has_rebooted: bool = False, **rounds: Any) -> HeldRun:
     return HeldRun(
         run=run,
         attempt=attempt,
         plan="plan",
         rounds=FrozenRounds(applied=applied, **rounds),
+        has_rebooted=has_rebooted,
     )
 
 
@@ -276,7 +277,7 @@ async def test_a_pserver_that_answers_the_second_probe_is_not_replaced(monkeypat
         await asyncio.sleep(0.05)
         cluster.processes.silent.discard("0")
         await eventually(lambda: not cluster.coordinator.failover._tasks)
-        assert (cluster.processes.fenced, cluster.replicas.is_fenced) == ([], False)
+        assert (cluster.processes.fenced, cluster.replicas.is_suspected) == ([], False)
 
 
 async def test_the_report_of_a_supervisor_needs_no_probe() -> None:
@@ -365,7 +366,7 @@ async def test_a_pserver_that_was_fenced_in_vain_continues_with_the_next_incarna
         await cluster.join("s")
         cluster.processes.silent |= {"0", "s"}
         await cluster.report("s", lost=1)
-        await eventually(lambda: read_replicas(cluster.coordinator).is_fenced)
+        await eventually(lambda: read_replicas(cluster.coordinator).is_suspected)
         with pytest.raises(StalePserver):
             await cluster.beat("s", "s")
         cluster.processes.silent.discard("0")
@@ -373,7 +374,7 @@ async def test_a_pserver_that_was_fenced_in_vain_continues_with_the_next_incarna
         answer = PserverRegistered.from_answer(await cluster.send(routes.REGISTER_PSERVER, request))
         assert answer.incarnation == 2
         await eventually(lambda: cluster.is_replaced("0"))
-        assert not cluster.replicas.is_fenced
+        assert not cluster.replicas.is_suspected
         assert cluster.replicas.in_sync == {"standby s"}
 
 

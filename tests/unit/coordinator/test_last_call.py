@@ -24,14 +24,6 @@ def elastic() -> Run:
     return Run.begin("run1", defaults(2, max_trainers=4, last_call_seconds=CALL), {})
 
 
-def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
-    run = elastic()
-    for now in range(100):
-        run = join_run(run, joining("a"), now)
-        run = expire_trainers(run, now, LEASE)
-    assert (run.record.num_trainers, run.missing_ranks) == (None, [0, 1])
-
-
 def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
     run = elastic()
     for name in "abc":

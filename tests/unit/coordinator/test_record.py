@@ -162,35 +162,7 @@ def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_r
     assert cluster.run.reports[0].is_stuck
 
 
-def test_before_the_start_trainers_keep_their_places(tmp_path):
-    before = make()
-    for name, rank in (("a", 0), ("b", 1), ("b", 1)):
-        before.join_trainer(joining(name, rank), 0.0)
-    before.declare_model(1, model(), 0.0)
-    after = restarted(before, tmp_path)
-    run = after.run
-    assert (run.record.name, run.record.state, run.record.plan, run.started_at) == ("run1", "gathering", None, None)
-    assert {rank: trainer.state for rank, trainer in run.record.trainers.items()} == {0: "joined", 1: "declared"}
-    after.declare_model(0, model(), 0.0)
-    after.declare_model(1, model(), 0.0)  # a retry, whose first response was lost
-    for index in (0, 1):
-        after.register_pserver(registration(str(index), index=index), RESTART + 1)
-    after.start_run_if_complete(RESTART + 1)
-    assert after.run.record.plan is not None
-
-
 # ---------------------------------------------------------------- a resumption
-
-
-def test_a_failed_run_is_resumed(tmp_path):
-    before = rolled_back()
-    before.run = before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
-    after = resuming(before, tmp_path)
-    assert after.waiting_for == ["trainer 0", "trainer 1"]
-    resumed(after)
-    assert (after.run.record.state, after.run.record.failure, after.run.record.attempt) == ("training", None, 1)
-    after.tick(NO_LEASE + 1)
-    assert after.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
 
 
 def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
@@ -205,14 +177,6 @@ def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
     assert (after.run.record.state, after.run.record.base_round, after.run.record.source) == ("gathering", 20, "run0")
     install = make_installation(after, 0, 9, after.run.record.base_round)
     assert (install.restore, install.source) == (20, "run0")
-
-
-def test_a_resumed_run_waits_for_all_trainers_even_one_that_was_done(tmp_path):
-    cluster = resumed(resuming_with_one_done(tmp_path))
-    assert awaited(cluster) == [0, 1, 2]
-    cluster.join_trainer(joining("new", 0), NO_LEASE)
-    cluster.trainer_heartbeat(1, alive(), NO_LEASE + 1)
-    assert awaited(cluster) == [2]
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])

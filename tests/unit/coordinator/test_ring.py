@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, RoundTimeout, TrainerLost
+from ps_protocol.errors import BadModel, RoundTimeout
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 
 from ...raising import raises_code
-from .support import LEASE, alive, joining, leaving, make_cluster, model, registration
+from .support import alive, joining, leaving, make_cluster, model, registration
 
 pytestmark = pytest.mark.ring
 
@@ -44,16 +44,6 @@ def waits(
     cluster.trainer_heartbeat(rank, message, now)
 
 
-def test_a_ring_begins_without_pservers_and_with_any_optimizer() -> None:
-    cluster = ring()
-    assert cluster.waiting_for == ["trainer 0", "trainer 1"]
-    begin(cluster)
-    assert cluster.run.record.state == "training"
-    ready = cluster.plan_ready(1, 1)
-    assert (ready.rendezvous, ready.pservers) == ("10.0.0.5:4711", ())
-    assert cluster.run.record.plan.num_bytes == 4 * 10010
-
-
 def test_pservers_and_requests_for_them_are_refused() -> None:
     with raises_code("mode_mismatch") as refused:
         ring().join_trainer(joining(expects={"strategy": "ps"}), 0.0)
@@ -74,16 +64,6 @@ def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, An
     with pytest.raises(BadModel, match=f"{next(iter(changes))} would have no effect with strategy ring"):
         declare(ring(), 0, **changes)
     declare(ring(), 0, push_type="float32", pull_type="float32", local_steps=0)
-
-
-def test_a_silent_trainer_ends_the_run() -> None:
-    cluster = ring()
-    begin(cluster)
-    waits(cluster, 0, 3.0, now=LEASE)
-    cluster.tick(LEASE + 1)
-    failure = cluster.run.record.failure
-    assert isinstance(failure, TrainerLost)
-    assert failure.facts == {"ranks": [1]}
 
 
 def test_a_missing_trainer_ends_the_run_after_the_round_timeout() -> None:

@@ -273,18 +273,19 @@ async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_re
         assert cluster.replicas.leader == "pserver new"
 
 
-@pytest.mark.parametrize("is_empty", [True, False])
-async def test_a_restarted_pserver_with_less_waits_for_a_silent_member(is_empty: bool) -> None:
+@pytest.mark.parametrize("held", ["nothing", "less", "all that is known, after a power failure"])
+async def test_a_restarted_pserver_that_may_have_less_waits_for_a_silent_member(held: str) -> None:
     """The member was cut off, or its machine stands still, and holds what the pserver has lost."""
+    is_empty = held == "nothing"
     async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
         await cluster.join("s")
         cluster.processes.down.add("0")
         forget_standbys(cluster.coordinator.cluster)
-        held = None if is_empty else hold(cluster.run, 0, 3)
-        request = registration("new", index=0, previous=0 if is_empty else 1, held=held)
+        kept = hold(cluster.run, 0, 3) if held == "less" else hold(cluster.run, 0, has_rebooted=True)
+        request = registration("new", index=0, previous=int(not is_empty), held=None if is_empty else kept)
         with pytest.raises(TryAgain, match="does not report, and may hold updates"):
             await cluster.send(routes.REGISTER_PSERVER, request)
-        await cluster.report("s")
+        await cluster.report("s", round=APPLIED + 1)
         with pytest.raises(TryAgain, match="does not hold all updates"):
             await cluster.send(routes.REGISTER_PSERVER, request)
         await eventually(cluster.is_replaced)

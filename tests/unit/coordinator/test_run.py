@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, Ended, ModelMismatch, NotFound, RunStopped, StaleRun, TrainerLost
+from ps_protocol.errors import BadModel, Ended, ModelMismatch, NotFound, RunStopped, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.state.joining import declare_model, join_run, start_run
 from services.coordinator.state.losses import (
@@ -91,21 +90,6 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
         note_heartbeat(run, 0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
 
 
-@pytest.mark.parametrize(
-    ("request_", "error"),
-    [
-        (joining(world_size=3), "world_mismatch"),
-        (joining(rank=2), "world_mismatch"),
-        (joining(expects={"mode": "async"}), "mode_mismatch"),
-    ],
-)
-def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
-    run = make_run()
-    with raises_code(error):
-        join_run(run, request_, 0)
-    join_run(run, joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
-
-
 # ---------------------------------------------------------------- declaring
 
 
@@ -178,45 +162,6 @@ def test_a_declaration_may_change_until_the_plan_is_made():
     with pytest.raises(ModelMismatch, match="trainer 0"):
         declare_model(run, 0, model(min_block_size=100))
     assert run.record.declaration == model()
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda target, **changes: declare_model(target, 0, model(**changes)),
-        lambda target, **changes: note_heartbeat(target, 0, alive(**changes), 1),
-        lambda target, **changes: leave_run(target, 0, leaving(**changes), 1),
-    ],
-)
-def test_messages_of_another_run_or_incarnation_are_refused(act: Callable[..., Run]):
-    run = joined()
-    with pytest.raises(StaleRun):
-        act(run, run="run0")
-    with raises_code("stale_trainer"):
-        act(run, incarnation=2)
-    with raises_code("stale_trainer"):
-        note_heartbeat(run, 5, alive(), 1)
-    assert run.record.members == {0: 1, 1: 1}
-
-
-# ---------------------------------------------------------------- leases before the start
-
-
-@pytest.mark.parametrize("has_declared", [False, True])
-def test_a_silent_trainer_is_back_before_the_start_if_its_place_is_still_free(has_declared: bool):
-    """Its interpreter may have been busy with imports for longer than the lease."""
-    run = joined()
-    if has_declared:
-        run = declare_model(run, 0, model())
-    run = note_heartbeat(run, 1, alive(), 8)
-    run = expire_trainers(run, LEASE + 1, LEASE)
-    number = run.record.change_number
-    run = note_heartbeat(run, 0, alive(), 12)
-    assert (run.record.members, run.record.num_declared) == ({0: 1, 1: 1}, int(has_declared))
-    assert run.record.change_number > number
-    for rank in (0, 1):
-        run = declare_model(run, rank, model())
-    assert run.record.num_declared == 2
 
 
 # ---------------------------------------------------------------- leases and leaving during training
@@ -351,23 +296,6 @@ def with_another_incarnation() -> Run:
     run = training(on_trainer_loss="wait")
     run = leave_run(run, 1, leaving("failed"), 1)
     return join_run(run, joining("another process", 1), 2)
-
-
-@pytest.mark.parametrize("has_declared", [False, True])
-def test_another_incarnation_takes_over_though_it_was_silent_for_a_while(has_declared: bool):
-    run = with_another_incarnation()
-    if has_declared:
-        run = declare_model(run, 1, model(2))
-    run = note_heartbeat(run, 0, alive(), 2 + LEASE)
-    run = expire_trainers(run, 3 + LEASE, LEASE)
-    number = run.record.change_number
-    run = note_heartbeat(run, 1, alive(2), 4 + LEASE)
-    if not has_declared:
-        assert run.record.targets == {0: 1, 1: 1}  # the others do not go on without it
-        run = declare_model(run, 1, model(2))
-    assert run.record.targets == {0: 1, 1: 2}
-    assert run.record.trainers[1].is_awaited  # it contributes to the open round
-    assert run.record.change_number > number
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])

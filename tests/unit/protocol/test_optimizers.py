@@ -15,7 +15,6 @@ from ps_protocol.optimizers import (
     MEAN,
     REFUSED,
     RULES,
-    HyperParameters,
     OptimizerSpec,
     check_hyper_parameters,
     check_optimizer,
@@ -170,19 +169,6 @@ def test_the_last_groups_may_be_the_buffers() -> None:
     for groups in ([*spec.group_flags[::-1]], [{MEAN: False}], [*SGD.group_flags, {MEAN: 1}], swapped):
         with raises_code("unsupported_optimizer"):
             check_optimizer("SGD", groups)
-
-
-@pytest.mark.amp
-def test_a_gradscalers_state_may_follow_the_groups() -> None:
-    scaler: HyperParameters = {"after": 6, "scale": 1024.0, "growth_tracker": 2}
-    for spec, groups in ((SGD, [SGD_NUMBERS]), (SGD.with_buffers((MEAN,)), [SGD_NUMBERS, {"lr": 0.5}])):
-        assert check_hyper_parameters(spec, [*groups, scaler]) == [*groups, scaler]
-        for wrong in ({**scaler, "scale": float("nan")}, {**scaler, "after": -1}, {**scaler, "growth_tracker": None}):
-            with raises_code("bad_hyper_parameters", match=f"of group {len(groups)} is invalid"):
-                check_hyper_parameters(spec, [*groups, wrong])
-        for wrong_groups in ([scaler], [scaler, *groups], [*groups, scaler, scaler], [*groups, {**scaler, "lr": 0.1}]):
-            with raises_code("bad_hyper_parameters"):
-                check_hyper_parameters(spec, wrong_groups)
 
 
 @few

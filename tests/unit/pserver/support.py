@@ -130,8 +130,8 @@ class Bench:
 
     def fence(self, rank: int, round_: int, **changes: Any) -> Fence:
         fence = Fence(
-            protocol=PROTOCOL_VERSION, run=self.install.run, attempt=0, plan=self.plan.digest, pserver=0,
-            pserver_incarnation=self.install.incarnation,
+            protocol=PROTOCOL_VERSION, run=self.install.run, attempt=self.install.attempt, plan=self.plan.digest,
+            pserver=0, pserver_incarnation=self.install.incarnation,
             rank=rank, trainer_incarnation=self.install.membership.members.get(rank, 1), round=round_,
         )  # fmt: skip
         return fence._replace(**changes)
@@ -146,16 +146,14 @@ class Bench:
         *,
         headers: Mapping[str, str] | None = None,
         upload: Upload | None = None,
-        num_bytes: int | None = None,
     ) -> bytes:
-        """The body of the answer; `num_bytes` is what Content-Length says, if not the truth."""
+        """Return the body of the answer."""
         sent: list[dict[str, Any]] = []
 
         async def send(message: Any) -> None:
             sent.append(message)
 
-        announced = len(body) if num_bytes is None else num_bytes
-        pairs = {**fence.to_headers(), "content-length": str(announced), **(headers or {})}
+        pairs = {**fence.to_headers(), "content-length": str(len(body)), **(headers or {})}
         scope = {
             "type": "http",
             "http_version": "2",
@@ -328,7 +326,7 @@ async def bench(
             "restore": held.rounds.applied if held else None,
             "consistency": Consistency(),
             "nonfinite": "reject",
-            "round_timeout_seconds": 60,
+            "patience_seconds": 60,
             "uploader": 0,
             "number": 1,
             "membership": Membership(dict.fromkeys(range(num_trainers), 1)),
@@ -347,13 +345,12 @@ async def bench(
         if disk is not None and disk.folder is not None:
             await bench.run.close(StaleRun("the test is over"))
             disk.folder.close()
-        for _ in range(1000):  # an apply may still run
-            if not compute.num_jobs:
+        own, left = asyncio.current_task(), set[Any]()
+        for _ in range(1000):  # an apply may still run, or a snapshot be published
+            left = asyncio.all_tasks() - {own}
+            if not left and not compute.num_jobs:
                 break
             await asyncio.sleep(0.001)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks that wait for ever: {left}"
     finally:
         compute.close()

@@ -1,27 +1,42 @@
-"""An asynchronous run: each gradient is applied once; full queues, failed blocks, waits and staleness."""
+"""An asynchronous run: each gradient is applied once, waits and staleness, the content of checkpoints, and restarts."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from ps_protocol.requests import Pull
-from services.pserver.run import queue_run, queues
-from services.pserver.shard import shard as shard_module
-from services.pserver.shard.bodies import PooledBuffer
+from ps_protocol.errors import (
+    FutureRound,
+    GradpostError,
+    RoundPending,
+    RoundTimeout,
+    StaleRound,
+    TrainerLost,
+    TryAgain,
+)
+from ps_protocol.membership import Controls
+from ps_protocol.optimizers import StepState
+from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY
+from services.pserver.heartbeat import make_heartbeat
+from services.pserver.run import queue_run
+from services.pserver.shard.history import History
 
 from ...raising import raises_code
+from ...soaking import examples
 from .oracle import make_options
-from .support import PARAMETERS, Bench, bench, decode, failing, initial_values, until
+from .support import PARAMETERS, Bench, bench, decode, initial_values, until
 
 NAMES = [f"{spec.name}.block0" for spec in PARAMETERS]
 SGD = [make_options("SGD", lr=1.0)]
@@ -33,8 +48,7 @@ async def asynchronous(
 ) -> AsyncIterator[Bench]:
     """A run whose trainers have pulled version 0."""
     consistency = Consistency(mode=mode, **rules)
-    settings: Any = {"consistency": consistency, "nonfinite": "allow"}  # else a push needs the compute thread at once
-    async with bench(num_trainers, optimizer=optimizer, groups=groups, **settings) as pserver:
+    async with bench(num_trainers, optimizer=optimizer, groups=groups, consistency=consistency) as pserver:
         for rank in range(num_trainers):
             await pserver.get(rank, 0)
         yield pserver
@@ -64,46 +78,6 @@ def busy(pserver: Bench) -> Iterator[threading.Event]:
         assert not job.cancelled()
 
 
-def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
-    """Call this on the compute thread for each block before it is stepped."""
-    apply_blocks = pserver.run.shard.apply_blocks
-
-    def act_and_apply(gradients: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
-        for name, gradient in gradients.items():
-            act(name, gradient)
-        apply_blocks(gradients, *args, **kwargs)
-
-    pserver.run.shard.apply_blocks = act_and_apply
-
-
-def hold_applies(monkeypatch: pytest.MonkeyPatch, names: list[str] = NAMES) -> asyncio.Event:
-    """The updates of these blocks are due when the event is set, all in one turn of the event loop."""
-    release, apply = asyncio.Event(), queues.UpdateJobs.apply
-
-    async def apply_late(jobs: Any, name: str, update: Any) -> None:
-        if name in names:
-            await release.wait()
-        await apply(jobs, name, update)
-
-    monkeypatch.setattr(queues.UpdateJobs, "apply", apply_late)
-    return release
-
-
-def record_call(calls: list[tuple[Any, ...]], function: Callable[..., None]) -> Callable[..., None]:
-    """The function, which adds its arguments to `calls`."""
-
-    def call(*args: Any) -> None:
-        calls.append(args)
-        function(*args)
-
-    return call
-
-
-def taken(pserver: Bench) -> bool:
-    """Return whether each worker has emptied its queue and waits for the compute thread."""
-    return all(queue._queue.empty() for queue in pserver.run.queues.values())
-
-
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
     async with asynchronous(3, read_consistency=read_consistency) as pserver:
@@ -122,16 +96,6 @@ async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
         assert pserver.metric("gradpost_updates_applied_total") == 60 * len(NAMES)
 
 
-async def test_two_tries_of_a_push_that_is_held_are_queued_once() -> None:
-    async with asynchronous(max_queued=1) as pserver:
-        with busy(pserver):
-            await pserver.push(0, 1, ones(1.0))
-            tries = [asyncio.ensure_future(pserver.push(1, 1, ones(2.0))) for _ in range(3)]
-            await until(lambda: pserver.metric("gradpost_held_pushes") == 3)
-        assert {(await one)["status"] for one in tries} == {"staged"}
-        assert stepped(await pserver.get(1, 1), by=3)
-
-
 async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
@@ -142,27 +106,6 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
             assert not held.done()
         assert (await held)["complete"]
         assert stepped(await pserver.get(1, 1, names=NAMES[1:]), by=1)
-
-
-async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_module, "SMALL_ELEMENTS", 0)  # an update that waits must not block the event loop
-    async with asynchronous(3, max_queued=1) as pserver:
-        gate, reached = threading.Event(), threading.Event()
-
-        def wait(name: str, _: Tensor) -> None:
-            if name == NAMES[1]:
-                reached.set()
-                gate.wait(10)
-
-        before_applies(pserver, wait)
-        await pserver.push(1, 1, ones(1.0, NAMES[1:2]))
-        await until(reached.is_set)
-        both = asyncio.ensure_future(pserver.push(2, 1, ones(1.0, NAMES[:2])))
-        await until(lambda: pserver.metric("gradpost_held_pushes") == 1)
-        one = asyncio.ensure_future(pserver.push(0, 1, ones(1.0, NAMES[:1])))  # for which there is room
-        await until(lambda: pserver.metric("gradpost_held_pushes") == 2)
-        gate.set()
-        assert [(await push)["status"] for push in (both, one)] == ["staged", "staged"]
 
 
 async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,81 +123,15 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-async def test_an_optimizer_that_fails_stops_the_blocks_of_its_call_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    release = hold_applies(monkeypatch)
+async def test_a_gradient_that_its_client_has_not_checked_stops_its_blocks_before_they_are_stepped() -> None:
     async with asynchronous() as pserver:
-
-        def fail(name: str, _: Tensor) -> None:
-            if name == NAMES[1]:
-                raise MemoryError("no memory")
-
-        before_applies(pserver, fail)
-        await pserver.push(0, 1, ones(1.0, NAMES[:2]))
-        await pserver.push(1, 1, ones(1.0, NAMES[2:]))
-        await until(lambda: taken(pserver))
-        release.set()  # both contributions share a job, and each has a call of its own
+        blocks = ones(1.0, NAMES[:2])
+        blocks[NAMES[1]][3] = float("nan")
+        await pserver.push(0, 1, blocks)
         for _ in range(2):
-            with raises_code("apply_failed", match=r"block 'p0.block0' has stopped.*no memory"):
+            with raises_code("non_finite_update", match=rf"in the update of block '{NAMES[1]}'"):
                 await pserver.get(0, 1)
-            for name in NAMES[:2]:
-                with raises_code("apply_failed", match=rf"block '{name}' has stopped"):
-                    await pserver.push(1, 2, ones(1.0, [name]), computed_on=0)
-        await until(lambda: pserver.run.schedule.clocks == {0: 0, 1: 1})
-        assert pserver.metric("gradpost_updates_applied_total") == 2
-        assert not pserver.run._is_idle  # no checkpoint is made of it
-
-
-async def test_updates_that_are_due_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, jobs = hold_applies(monkeypatch), []
-    async with asynchronous(3, read_consistency="none") as pserver:
-        monkeypatch.setattr(queues.UpdateJobs, "_step_all", record_call(jobs, queues.UpdateJobs._step_all))
-        for rank, names in enumerate((NAMES[:1], NAMES, NAMES[3:])):
-            await pserver.push(rank, 1, ones(rank + 1.0, names))
-        await until(lambda: sum(queue._queue.qsize() for queue in pserver.run.queues.values()) == 2)
-        release.set()
-        blocks = decode(await pserver.get(1, 1))[0] | decode(await pserver.get(2, 1))[0]
-        start = {f"{name}.block0": value for name, value in initial_values().items()}
-        moved = {name: round((start[name] - block)[0].item()) for name, block in blocks.items()}
-        assert moved == {NAMES[0]: 3, NAMES[1]: 2, NAMES[2]: 2, NAMES[3]: 5}
-        assert [len(due) for _, due in jobs] == [4, 2]
-        assert pserver.metric("gradpost_staleness_sum") == 2  # the second updates of two blocks
-
-
-async def test_blocks_whose_job_cannot_run_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues.UpdateJobs, "_step_all", failing(MemoryError("no memory")))
-    async with asynchronous() as pserver:
-        await pserver.push(0, 1, ones())
-        with raises_code("apply_failed", match=r"has stopped.*no memory"):
-            await asyncio.wait_for(pserver.get(0, 1), 5)
-
-
-async def test_a_get_does_not_wait_for_updates_behind_a_failed_block() -> None:
-    async with asynchronous(3, read_consistency="shard", wait_for_apply=False) as pserver:
-        before_applies(pserver, lambda *_: 1 / 0)
-        with busy(pserver):
-            for rank in range(2):
-                await pserver.push(rank, 1, ones())
-            marked = asyncio.ensure_future(pserver.get(2, 0))  # its marker is behind them
-            await asyncio.sleep(0.01)
-        with raises_code("apply_failed", match="division by zero"):
-            await marked
-        assert pserver.metric("gradpost_queued_updates") == 0
-
-
-async def test_a_get_waits_for_the_trainers_own_update_only_if_asked_to() -> None:
-    async with asynchronous(read_consistency="none") as waits:
-        with busy(waits):
-            await waits.push(0, 1, ones())
-            with pytest.raises(RoundPending, match="step 1 of trainer 0 waits for its own update"):
-                await waits.get(0, 1, wait_seconds=0.02)
-            assert stepped(await waits.get(1, 0), by=0)  # the other has pushed nothing
-        assert stepped(await waits.get(0, 1), by=1)
-    async with asynchronous(read_consistency="none", wait_for_apply=False) as does_not:
-        with busy(does_not):
-            await does_not.push(0, 1, ones())
-            assert stepped(await does_not.get(0, 1, wait_seconds=0), by=0)
+        assert stepped(await pserver.get(1, 0), by=0.0)
 
 
 async def test_a_get_waits_for_trainers_behind_max_staleness() -> None:
@@ -266,32 +143,20 @@ async def test_a_get_waits_for_trainers_behind_max_staleness() -> None:
         with pytest.raises(RoundPending, match="step 3 of trainer 0 waits for trainer 1") as pending:
             await pserver.get(0, 3, wait_seconds=0.02)
         assert pending.value.facts["missing"] == [1]
-        assert pserver.pserver.make_heartbeat().missing == (1,)
+        assert make_heartbeat(pserver.pserver).missing == (1,)
         held = asyncio.ensure_future(pserver.get(0, 3))
         await pserver.push(1, 1, ones())
         assert stepped(await held, by=4)
         await pserver.push(0, 4, ones())
         last = asyncio.ensure_future(pserver.get(0, 4))
-        await until(lambda: pserver.pserver.make_heartbeat().missing == (1,))
+        await until(lambda: make_heartbeat(pserver.pserver).missing == (1,))
         await pserver.change_members(2, {0: 1})  # the slow one leaves
         assert stepped(await last, by=5)
-        assert pserver.pserver.make_heartbeat().missing == ()
-
-
-async def test_an_abandoned_get_stops_waiting_once_the_clocks_allow_it() -> None:
-    async with asynchronous(mode="ssp", max_staleness=0) as pserver:
-        await pserver.push(0, 1, ones())
-        with pytest.raises(RoundPending):
-            await pserver.get(0, 1, wait_seconds=0.02)
-        assert pserver.pserver.make_heartbeat().missing == (1,)
-        assert pserver.run.late[1] > 0
-        await pserver.push(1, 1, ones())
-        await pserver.get(1, 1)
-        assert (pserver.pserver.make_heartbeat().missing, pserver.run.late[1]) == ((), 0)
+        assert make_heartbeat(pserver.pserver).missing == ()
 
 
 async def test_a_round_time_out_names_the_trainer_that_is_behind() -> None:
-    async with bench(2, consistency=Consistency(mode="ssp", max_staleness=0), round_timeout_seconds=0.1) as pserver:
+    async with bench(2, consistency=Consistency(mode="ssp", max_staleness=0), patience_seconds=0.1) as pserver:
         await pserver.get(0, 0)
         await pserver.push(0, 1, ones())
         with pytest.raises(RoundTimeout, match="trainer 1 did not let trainer 0 go on after step 1 within") as late:
@@ -312,26 +177,6 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
         assert stepped(await pserver.get(0, 3), by=3)
-
-
-async def test_the_memory_of_a_reply_is_not_reused_while_it_is_sent() -> None:
-    async with asynchronous() as pserver:
-        reply = await pserver.run.get(pserver.fence(0, 0), Pull(0, wait_seconds=1))
-        [part] = reply.parts
-        before = bytes(part)
-        other = PooledBuffer(pserver.pserver.pool, len(part))
-        other.buffer[:] = bytes(len(part))
-        assert bytes(part) == before
-        del reply
-        assert pserver.pserver.pool.idle_bytes > 0
-
-
-async def test_there_are_no_barriers() -> None:
-    async with asynchronous() as pserver:
-        with raises_code("mode_mismatch", match="a batch barrier requires the synchronous mode"):
-            await pserver.barrier(0, 1)
-        with raises_code("mode_mismatch"):
-            await pserver.get(0, 0, with_barrier=True)
 
 
 async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
@@ -363,62 +208,6 @@ async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 1)
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == {**dict.fromkeys(NAMES, 1), NAMES[0]: 2}
-
-
-async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
-    async with asynchronous(3, read_consistency="shard") as pserver:
-
-        def fail(_: str, gradient: Tensor) -> None:
-            assert gradient[0] != 7
-
-        before_applies(pserver, fail)
-        with busy(pserver):
-            await pserver.push(2, 1, ones(1.0, NAMES[:1]))
-            await until(lambda: taken(pserver))
-            await pserver.push(0, 1, ones(7.0, NAMES[:1]))
-            get = asyncio.ensure_future(pserver.get(1, 0))
-            await until(pserver.run._turn.locked)
-        with raises_code("apply_failed", match="has stopped"):
-            await asyncio.wait_for(get, 30)
-
-
-@pytest.mark.parametrize(("read_consistency", "seen"), [("none", {0.0, 1.0}), ("block", {1.0}), ("shard", {1.0})])
-async def test_a_block_that_is_being_updated(
-    monkeypatch: pytest.MonkeyPatch, read_consistency: Any, seen: set[float]
-) -> None:
-    monkeypatch.setattr(shard_module, "SMALL_ELEMENTS", 0)  # an update that waits must not block the event loop
-    async with asynchronous(read_consistency=read_consistency) as pserver:
-        gate, reached = threading.Event(), threading.Event()
-        shard, name = pserver.run.shard, NAMES[3]
-        start = shard.block(name).clone()
-
-        def apply_slowly(gradients: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
-            [(name, gradient)] = gradients.items()
-            block = shard.block(name)
-            block[:64] -= gradient[:64]
-            reached.set()
-            gate.wait(10)
-            block[64:] -= gradient[64:]
-            shard.versions[name] += 1
-
-        shard.apply_blocks = apply_slowly
-        await pserver.push(0, 1, ones(1.0, [name]))
-        await until(reached.is_set)
-        get = asyncio.ensure_future(pserver.get(1, 0, names=[name]))
-        if read_consistency == "none":
-            await until(get.done)
-        gate.set()
-        block = decode(await get)[0][name]
-        assert {round(value, 3) for value in (start - block).tolist()} == seen
-
-
-async def test_staleness_is_measured_and_divides_the_rate() -> None:
-    async with asynchronous(3, compensation="divide") as pserver:
-        for rank, moved in ((0, 1.0), (1, 2.0), (2, 2.5)):  # staleness 0 and 1 count alike; 2 halves the step
-            await pserver.push(rank, 1, ones())
-            assert stepped(await pserver.get(rank, 1), by=moved)
-        assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 2) * len(NAMES)
-        assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
 
 
 @pytest.mark.parametrize("read_consistency", ["block", "shard"])
@@ -463,12 +252,201 @@ async def test_every_wait_ends_with_the_failure_of_the_run(read_consistency: Any
             await pserver.push(1, 1, ones())
 
 
-async def test_the_next_run_ends_the_workers_of_this_one() -> None:
-    async with asynchronous() as pserver:
-        await pserver.push(0, 1, ones())
-        first, workers = pserver.run, [queue._task for queue in pserver.run.queues.values()]
-        await pserver.install_next_run()
+ADAM = [make_options("Adam", lr=0.01)]
+NUM_TRAINERS = 2
+TURNS = 40  # of the event loop: more than any request needs
+
+
+@asynccontextmanager
+async def life(folder: Path, number: int = 1, **settings: Any) -> AsyncIterator[Bench]:
+    """One life of the pserver; it ends without a word."""
+    consistency = Consistency(mode="async", **settings.pop("rules", {}))
+    async with bench(
+        NUM_TRAINERS, **{"optimizer": "Adam", "groups": ADAM, **settings}, state_dir=folder, incarnation=number,
+        consistency=consistency,
+    ) as pserver:  # fmt: skip
+        yield pserver
+        await pserver.wait_until_published()
+
+
+async def steps(pserver: Bench, first: int, last: int) -> None:
+    """Both trainers take these steps, one after the other."""
+    for step in range(first, last + 1):
+        for rank in range(NUM_TRAINERS):
+            await pserver.get(rank, step - 1)
+            await pserver.push(rank, step)
+            await pserver.get(rank, step)
+
+
+async def turns() -> None:
+    for _ in range(TURNS):
         await asyncio.sleep(0)
-        assert workers
-        assert all(worker.done() for worker in workers)
-        assert isinstance(first.failure, StaleRun)
+
+
+def count_steps(metadata: Mapping[str, str]) -> tuple[int, int]:
+    """Return the contributions that a read of the whole shard names, and the steps in its history."""
+    history = History.from_json(metadata[HISTORY_KEY])
+    return int(metadata[APPLIED_KEY]), sum(step for _, step in history.steps.values())
+
+
+@pytest.mark.parametrize("failure", [None, TrainerLost("trainer 1 was lost")])
+async def test_a_pserver_that_stops_applies_its_committed_contributions(
+    tmp_path: Path, failure: GradpostError | None
+) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        with busy(pserver) as release:
+            await pserver.push(0, 2)
+            if failure is not None:
+                await pserver.change_members(2, {}, failure=failure.to_problem())
+            stopping = asyncio.create_task(pserver.pserver.stop())
+            await asyncio.sleep(0.05)
+            refused = asyncio.create_task(pserver.push(1, 2))
+            await asyncio.sleep(0.05)
+            release.set()
+        await stopping
+        with pytest.raises(TryAgain if failure is None else TrainerLost):
+            await refused
+    async with life(tmp_path, 2) as pserver:
+        assert pserver.run.schedule.open_steps == {0: 3, 1: 2}
+
+
+async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 2)
+        await pserver.run.want_checkpoint(9, is_over=True)
+        await until(lambda: pserver.run.writer.published.round == 9)
+    async with life(tmp_path, 2) as pserver:
+        assert pserver.run.round == 9
+        await steps(pserver, 3, 3)
+        assert pserver.run.round == 11
+
+
+async def test_a_push_of_a_paused_run_keeps_no_administrator_waiting(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        members = dict(pserver.run.schedule.members)
+        await pserver.change_members(2, members, controls=(Controls(since=1, is_paused=True),))
+        push = asyncio.create_task(pserver.push(0, 2))
+        await turns()
+        assert await pserver.run.read_after_round(None, count_steps, 0) == (2, 2)
+        await pserver.run.want_checkpoint(2)
+        assert not push.done()
+        await pserver.change_members(3, members)
+        assert (await push)["complete"]
+
+
+async def test_each_trainer_counts_its_own_steps_from_those_that_were_loaded_last(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        optimizer = pserver.run.shard.optimizer
+        before_and_after = [((0, 1), (0, 2), (1, 1)), [{2}, {1}]], [((1, 2), (0, 3), (1, 3)), [{8}, {9}]]
+        for pushed, counts in before_and_after:
+            for rank, step in pushed:
+                await pserver.get(rank, step - 1)
+                await pserver.push(rank, step)
+                await pserver.get(rank, step)
+            found = [{state.steps for state in optimizer.steps_for(rank).values()} for rank in range(NUM_TRAINERS)]
+            assert found == counts
+            optimizer.load_blocks(dict.fromkeys(optimizer.state.steps, StepState(7)), {})
+
+
+ACTIONS = ["work", "work", "freeze", "members", "model", "cancel", "checkpoint", "pause"]
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(script=st.lists(st.sampled_from(ACTIONS), max_size=40))
+async def test_requests_in_any_order_end_and_see_whole_contributions(script: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await play(Path(folder), script)
+
+
+async def play(folder: Path, script: list[str]) -> None:
+    async with life(folder, checkpoint_rounds=5, rules={"max_queued": 2}) as pserver:
+        run, work = pserver.run, asyncio.Semaphore(0)
+        members, run_update = dict(pserver.run.schedule.members), run.run_update
+
+        async def update_when_told(*arguments: Any) -> Any:
+            await work.acquire()
+            return await run_update(*arguments)
+
+        async def train(rank: int) -> None:
+            for step in range(1, 9):
+                await pserver.get(rank, step - 1)
+                await pserver.push(rank, step)
+            await pserver.get(rank, 8)
+
+        async def look() -> None:
+            applied, counted = await run.read_after_round(None, count_steps, 0)
+            assert applied == counted
+
+        async def want_checkpoint() -> None:
+            with suppress(TryAgain, StaleRound):
+                await pserver.run.want_checkpoint(pserver.run.schedule.num_committed + len(asked) % 2)
+
+        run.run_update = update_when_told
+        number, asked, looks = 1, [], []
+        trainers = [asyncio.create_task(train(rank)) for rank in range(NUM_TRAINERS)]
+        for action in script:
+            if action == "work":
+                work.release()
+            elif action == "freeze":
+                number += 1
+                asked.append(asyncio.create_task(pserver.freeze(number)))
+            elif action in ("members", "pause"):
+                number += 1
+                controls = (Controls(since=1, is_paused=True),) if action == "pause" else ()
+                asked.append(asyncio.create_task(pserver.change_members(number, members, controls=controls)))
+            elif action == "model":
+                looks.append(asyncio.create_task(look()))
+            elif action == "checkpoint":
+                asked.append(asyncio.create_task(want_checkpoint()))
+            elif looks:
+                looks.pop().cancel()
+            await turns()
+        await pserver.change_members(number + 1, members)
+        for _ in range(1000):
+            work.release()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*trainers, *asked, *looks)
+            await pserver.wait_until_published()
+        assert (pserver.run.schedule.num_committed, pserver.run.round) == (16, 16)
+        for round_ in pserver.run.storage.rounds:
+            restored = pserver.run.storage.restore(round_)
+            assert sum(step for _, step in restored.history.steps.values()) == round_ == restored.round
+
+
+RULES = {"max_delay": 4}
+PUSHES = st.tuples(st.just("push"), st.integers(0, 1), st.integers(0, 2), st.sampled_from(["first", "last", "whole"]))
+
+
+async def push(pserver: Bench, rank: int, step: int, part: str) -> None:
+    """Push half of a step, or all of it."""
+    blocks = pserver.contribution(rank, step)
+    if part != "whole":
+        await pserver.push(rank, step, dict(list(blocks.items())[:2]), last=False)
+    if part != "first":
+        await pserver.push(rank, step, blocks, computed_on=2)
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(script=st.lists(PUSHES, max_size=12))
+async def test_after_a_restart_each_step_counts_once_and_whole(script: list[tuple[str, int, int, str]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with life(Path(folder), rules=RULES) as pserver:
+            await steps(pserver, 1, 2)
+            await pserver.run.want_checkpoint(4)
+            await pserver.wait_until_published()
+        async with life(Path(folder), 2, rules=RULES) as pserver:
+            clocks, pushes = pserver.run.schedule, []
+            for rank in range(NUM_TRAINERS):
+                await pserver.get(rank, 2)
+            for _, rank, ahead, part in script:
+                pushes.append(asyncio.create_task(push(pserver, rank, clocks.open_steps[rank] + ahead, part)))
+                await turns()
+            results = await asyncio.gather(*pushes, return_exceptions=True)
+            refused = [result for result in results if result is not None]
+            assert all(getattr(error, "code", None) in ("future_round", "delay_exceeded") for error in refused), refused
+            applied, _ = await pserver.run.read_after_round(None, count_steps, 0)
+            assert applied == clocks.num_committed
+            whole = {rank: step for rank, (_, step) in clocks.copy_history().steps.items()}
+            assert whole == {rank: step - 1 for rank, step in clocks.open_steps.items()} == clocks.clocks

@@ -1,46 +1,36 @@
-"""A pserver between registrations and runs: what it restores, what it reports, and the memory that it releases."""
+"""A pserver between registrations and runs: what it restores and reports, how it stops, and the memory it releases."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import Conflict, NotReady, StaleRun, TrainerLost, TryAgain
-from ps_protocol.membership import Freeze, PserverRegistered
+from ps_protocol.errors import Conflict, NotReady, TryAgain, Unauthenticated
+from ps_protocol.membership import Freeze, PserverRegistered, WantCheckpoint
 from services.pserver.durable.disk import Disk
-from services.pserver.durable.storage import RunStorage
+from services.pserver.durable.snapshot_writer import Publisher
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
+from services.pserver.registration import Registration
+from services.pserver.settings import PserverSettings
 from services.pserver.shard.shard import Shard
 
 from .oracle import make_options
-from .support import LIMITS, Bench, bench, failing, hold
-
-
-async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_and_stays(tmp_path, monkeypatch):
-    async with bench() as b:
-        b.pserver.disk = disk = Disk(tmp_path)
-        has_begun, may_go_on = hold(monkeypatch, disk, "write_incarnation")
-        answer = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
-        registering = asyncio.create_task(b.pserver.adopt_identity(answer))
-        await asyncio.to_thread(has_begun.wait, 10)
-        installing = asyncio.create_task(b.install_next_run(incarnation=2, durability="log"))
-        await asyncio.sleep(0.05)  # it does not use the disk meanwhile
-        assert not installing.done()
-        may_go_on.set()
-        await asyncio.gather(registering, installing)
-        assert b.run.installed.run == "run2"
-        assert disk.folder is not None
-        assert disk.folder.identity.run == b.run.installed
+from .support import LIMITS, Bench, bench, hold
 
 
 async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path, monkeypatch):
@@ -62,18 +52,6 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         assert ranges == [(0, 1)]
 
 
-async def test_held_rounds_are_reported_before_the_pserver_is_registered(tmp_path: Path) -> None:
-    async with bench(state_dir=tmp_path, durability="log") as b:
-        await b.play_round(1)
-        await b.pserver.open_folder(0)
-        b.pserver.index = None
-        assert await b.pserver.find_restorable(b.install.run) == [(0, 1)]
-        with pytest.raises(NotReady, match="not registered yet"):
-            await b.pserver.find_restorable("another run")
-        b.pserver.index = 0
-        await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
-
-
 async def test_a_late_installation_does_not_restore_a_held_run(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
@@ -88,19 +66,6 @@ async def test_a_late_installation_does_not_restore_a_held_run(tmp_path: Path) -
         assert b.run.round == 1
 
 
-async def test_a_freeze_of_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
-    async with bench(state_dir=tmp_path, durability="log") as b:
-        await b.play_round(1)
-        late = b.install.model_copy(update={"restore": 0, "attempt": 1, "number": 2})
-        with pytest.raises(StaleRun):
-            await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
-        with pytest.raises(Conflict, match="is over"):
-            await b.pserver.install_run(late)
-        assert b.run.installed.attempt == 0
-        await b.pserver.install_run(late.model_copy(update={"number": 3}))
-        assert b.run.installed.attempt == 1
-
-
 async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
@@ -112,41 +77,6 @@ async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.open_folder(0)
     assert (await next_life.freeze(freeze)).applied == 1
-
-
-async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(state_dir=tmp_path, durability="log") as b:
-        await b.play_round(1)
-        await b.pserver.open_folder(0)
-        assert b.pserver.disk is not None
-        assert b.pserver.disk.folder is not None
-
-        with monkeypatch.context() as patch:
-            patch.setattr(b.pserver.disk.folder, "write_identity", failing(OSError("no space left on device")))
-            with pytest.raises(TryAgain, match="cannot open the state of the run: no space left"):
-                await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
-        assert (await b.freeze(3)).applied == 1
-        await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 3}))
-        assert b.run.round == 1
-        await b.play_round(2)
-
-
-async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(state_dir=tmp_path, durability="log") as b:
-        await b.play_rounds(1, 3)
-        back = b.install.model_copy(update={"restore": 2, "attempt": 1, "number": 2})
-
-        with monkeypatch.context() as patch:
-            patch.setattr(RunStorage, "restore", failing(OSError("input/output error")))
-            with pytest.raises(TryAgain, match="cannot open the state of the run"):
-                await b.pserver.install_run(back)
-            with pytest.raises(TryAgain, match="cannot read its state"):
-                await b.pserver.find_restorable(b.install.run)
-        assert await b.pserver.find_restorable(b.install.run) == [(0, 3)]
-        with pytest.raises(StaleRun):
-            await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
-        await b.pserver.install_run(back.model_copy(update={"number": 3}))
-        assert b.run.round == 2
 
 
 ADAM = [make_options("Adam", lr=0.01)]
@@ -201,39 +131,98 @@ async def test_the_next_run_begins_with_nothing_of_the_one_before(rules: dict[st
     assert alive == [0, 0]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-async def test_a_run_that_failed_is_released_like_any_other(mode: Any, alive: list[int]) -> None:
-    async with bench(1, consistency=Consistency(mode=mode)) as pserver:
-        await train(pserver)
-        await pserver.change_members(2, {0: 1}, TrainerLost("trainer 0 was lost", ranks=[0]).to_problem())
-        with pytest.raises(TrainerLost):
-            await pserver.get(0, 2)
-        pserver.install = await pserver.install_next_run()
-        await pserver.upload_initial()
-    assert alive == [0, 0]
+REGISTERED = {"index": 0, "incarnation": 1, "lease_seconds": 0.03}
+HEARTBEAT_REPLY = {"complete": [], "notice": "", "stop": False, "exit_code": 0}
 
 
-async def test_a_rollback_restores_into_released_memory(tmp_path: Path, alive: list[int]) -> None:
-    async with bench(1, optimizer="Adam", groups=ADAM, state_dir=tmp_path, durability="log") as pserver:
-        await train(pserver)
-        back = pserver.install.model_copy(update={"attempt": 1, "number": 2, "restore": 1})
-        await pserver.pserver.install_run(back)
-        assert pserver.run.round == 1
-    assert alive == [0, 0]
+@asynccontextmanager
+async def registration_of(answer: Any, folder: Path, *, exits: bool = False, **settings: Any) -> AsyncIterator[Any]:
+    """A pserver that serves a run, and its registration with a coordinator that gives these answers."""
+    async with (
+        bench(state_dir=folder, **settings) as one,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+    ):
+        one.pserver.address = "http://pserver:1"
+        yield one, Registration(one.pserver, PserverSettings(state_dir=folder, exit_when_done=exits), http, no_follower)
 
 
-async def test_a_pserver_that_has_come_back_restores_one_shard_at_a_time(tmp_path: Path, alive: list[int]) -> None:
-    settings: Any = {"optimizer": "Adam", "groups": ADAM, "state_dir": tmp_path, "durability": "log"}
-    await train_and_die(settings)
-    gc.collect()
-    async with bench(1, **settings, incarnation=2, restore=1, attempt=1, number=2) as pserver:
-        assert pserver.run.round == 1
-        for _ in range(2):
-            await pserver.pserver.open_folder(0)
-        await pserver.pserver.install_run(pserver.install)
-    assert alive == [0, 0, 0, 0, 0]
+def no_follower(_: int) -> Any:
+    pytest.fail("this pserver remains one")
 
 
-async def train_and_die(settings: Any) -> None:
-    async with bench(1, **settings) as pserver:
-        await train(pserver)
+async def test_a_page_of_a_proxy_is_no_answer_and_one_401_does_not_end_a_pserver(tmp_path: Path) -> None:
+    answers: list[object] = [
+        "<h1>Bad Gateway</h1>",
+        httpx.Response(502, json={"message": "upstream connect error"}),
+        httpx.Response(401, json=Unauthenticated("no valid token").to_problem()),
+        httpx.ReadTimeout(""),
+        REGISTERED,
+        "<h1>Bad Gateway</h1>",
+        {**HEARTBEAT_REPLY, "stop": True},
+    ]
+    stop = asyncio.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        one = answers.pop(0) if answers else {}
+        if isinstance(one, Exception):
+            raise one
+        if isinstance(one, httpx.Response):
+            return one
+        return httpx.Response(200, text=one) if isinstance(one, str) else httpx.Response(200, json=one)
+
+    async with registration_of(answer, tmp_path, exits=True) as (one, staying):
+        with structlog.testing.capture_logs() as logs:
+            await asyncio.wait_for(staying.run(stop), 10)
+        assert (stop.is_set(), answers, staying.exit_code) == (True, [], 0)
+        hints = ["its address begins with https:" in line["reason"] for line in logs if "waiting for" in line["event"]]
+        assert hints == [False, False, False, True, False]  # a page is an answer
+        await one.install_next_run()
+
+
+async def test_a_storage_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
+    is_let_go, stop = threading.Event(), asyncio.Event()
+    stop.set()
+    async with registration_of(lambda _: httpx.Response(404), tmp_path) as (one, staying):
+        await one.play_round(1)
+        await one.wait_until_published()
+        monkeypatch.setattr(Publisher, "_copy", lambda *_: is_let_go.wait(20))
+        await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
+        await asyncio.wait_for(staying.run(stop), 5)
+        assert not is_let_go.is_set()
+        is_let_go.set()
+        await one.wait_until_published()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+async def test_a_pserver_whose_coordinator_does_not_come_back_exits(tmp_path: Path, exits: bool) -> None:
+    stop = asyncio.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("heartbeat"):
+            return httpx.Response(200, json=REGISTERED)
+        raise httpx.ConnectError("refused")
+
+    async with registration_of(answer, tmp_path, exits=exits, patience_seconds=0.3) as (one, staying):
+        await one.play_round(1)
+        with structlog.testing.capture_logs() as logs, contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(staying._send_heartbeats(PserverRegistered(**REGISTERED), stop), 1.5)
+        said = [line["event"] for line in logs if "the coordinator does not answer" in line["event"]]
+        assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_local"),
+    [
+        ({}, True),
+        ({"host": "10.0.0.7", "insecure": True}, True),
+        ({"local_transport": False}, False),
+        ({"http2": False}, False),
+        ({"advertise_address": "http://proxy:7071"}, False),
+        ({"tls_cert": "file", "tls_key": "file"}, False),
+        ({"tls_cert": "file", "tls_key": "file", "tls_client_ca": "file"}, False),
+    ],
+)
+def test_when_there_is_a_unix_socket(changes: dict[str, Any], is_local: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    files = {name: tmp_path / "file" for name, value in changes.items() if value == "file"}
+    assert PserverSettings(**{**changes, **files}).listens_locally is is_local

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.optimizers import FRESH, MASTER, StepState, read_states, slot_key, write_states
-from ps_protocol.requests import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
+from ps_protocol.requests import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.wire_types import UNCHANGED, WireTypes
 
 from .oracle import make_options
@@ -34,9 +34,10 @@ async def push_slots(b: Bench, rank: int = 0, round_: int = 1, **changes: Any) -
     return answer
 
 
-async def push_rest(b: Bench, rank: int = 0, round_: int = 1, num_slots: object = NUM_SLOTS) -> dict[str, Any]:
-    metadata = {**b.completion(), NUM_SLOTS_KEY: str(num_slots), COMPUTED_ON_KEY: str(round_ - 1)}
-    body = encode(b.contribution(rank, round_), metadata)
+async def push_rest(b: Bench, rank: int = 0, round_: int = 1, num_slots: int = NUM_SLOTS) -> dict[str, Any]:
+    blocks = b.contribution(rank, round_)
+    metadata = {**b.completion(None, len(blocks) + num_slots), COMPUTED_ON_KEY: str(round_ - 1)}
+    body = encode(blocks, metadata)
     answer: dict[str, Any] = json.loads(await b.call("push", b.fence(rank, round_), body))
     return answer
 
@@ -60,9 +61,7 @@ def stepped(b: Bench, round_: int, before: Mapping[str, Tensor], *ranks: int) ->
 async def test_a_round_has_the_slots_that_came_with_it():
     async with bench(num_trainers=2) as b:
         assert await held_slots(b, 0) == ({}, {})
-        assert await push_slots(b) == {
-            "status": "staged", "staged": NUM_SLOTS, "duplicates": 0, "complete": False, "finite": True
-        }  # fmt: skip
+        assert await push_slots(b) == {"status": "staged", "staged": NUM_SLOTS, "duplicates": 0, "complete": False}
         assert (await push_slots(b))["duplicates"] == NUM_SLOTS
         await refused("contribution_missing", b.barrier(0, 1))
         assert (await push_rest(b))["complete"]
@@ -81,32 +80,6 @@ async def test_a_round_has_the_slots_that_came_with_it():
         for key, values in expected.items():
             torch.testing.assert_close(slots[key], values)
         assert await b.settle_used_bytes(0) == 0
-
-
-async def test_the_memory_of_loaded_slots_is_returned():
-    async with bench(num_trainers=1) as b:
-        await b.play_round(1)
-        await b.settle_used_bytes(0)
-        idle = b.pserver.pool.idle_bytes
-        await push_slots(b, round_=2)
-        await push_rest(b, round_=2)
-        await b.barrier(0, 2)
-        await b.get(0, 2)
-        await b.settle_used_bytes(0)
-        assert b.pserver.pool.idle_bytes == idle
-
-
-async def test_blocks_without_slots_begin_fresh():
-    async with bench(num_trainers=1) as b:
-        await b.play_round(1)
-        fresh = dict.fromkeys(BUFFERS, FRESH)
-        await push_slots(b, round_=2, tensors={}, states=write_states(fresh))
-        await push_rest(b, round_=2, num_slots=len(fresh))
-        await b.barrier(0, 2)
-        await b.get(0, 2)
-        _, slots = await held_slots(b, 2)
-        for key, gradient in momentum(b.contribution(0, 2)).items():
-            assert torch.equal(slots[key], gradient)  # undampened, as in a first step
 
 
 W = "p1.block0"
@@ -135,34 +108,6 @@ async def test_slots_that_do_not_fit_are_refused(error: str, changes: dict[str, 
     async with bench() as b:
         await push_slots(b, 1)
         await unchanged(b, error, push_slots(b, **changes))
-
-
-async def test_staged_slots_do_not_change():
-    async with bench() as b:
-        await push_slots(b)
-        others = momentum({W: BUFFERS[W] + 1})
-        await unchanged(b, "contribution_conflict", push_slots(b, tensors=others))
-        await unchanged(b, "contribution_conflict", push_slots(b, states=write_states({W: FRESH})))
-        await unchanged(b, "contribution_conflict", push_rest(b, num_slots=NUM_SLOTS - 1))
-        await unchanged(b, "malformed_frame", push_rest(b, num_slots="x"))
-        assert (await push_rest(b))["complete"]
-        await unchanged(b, "contribution_conflict", push_rest(b, num_slots=NUM_SLOTS + 1))
-        await unchanged(b, "contribution_conflict", push_rest(b, num_slots=0))
-    async with bench() as b:
-        await push_rest(b, num_slots=1)
-        await unchanged(b, "contribution_conflict", push_slots(b))
-
-
-async def test_slots_are_of_the_round_that_is_asked_for():
-    async with bench(num_trainers=1) as b:
-        await refused("try_again", b.call("slots", b.fence(0, 1)))
-        await refused("future_round", b.call("slots", b.fence(0, 2)))
-        await refused("stale_trainer", b.call("slots", b.fence(1, 0)))
-        await b.play_round(1)
-        await refused("stale_round", b.call("slots", b.fence(0, 0)))
-        for key in ("p1.block0", "momentum_buffer/w.block0", "exp_avg/p1.block0", "", "/p1.block0"):
-            await refused("unknown_block", b.call("slots", b.fence(0, 1), json.dumps([key]).encode()))
-        await refused("malformed_frame", b.call("slots", b.fence(0, 1), b"{}"))
 
 
 async def test_loaded_slots_are_in_the_log(tmp_path):
@@ -194,7 +139,7 @@ async def test_a_step_starts_from_the_masters_that_came_with_it(tmp_path, case):
     async with bench(**settings) as b:
         start, _ = decode(await b.get(0, 0))
         await push_slots(b, tensors=masters, states="{}")
-        metadata = {**b.completion(), NUM_SLOTS_KEY: "1", COMPUTED_ON_KEY: "0", NUM_BLOCKS_KEY: "0"}
+        metadata = {**b.completion(), COMPUTED_ON_KEY: "0", NUM_BLOCKS_KEY: "1"}
         await b.call("push", b.fence(0, 1), encode({}, metadata))  # without any gradient
         if case != "async":
             await b.barrier(0, 1)
@@ -211,26 +156,3 @@ async def test_a_step_starts_from_the_masters_that_came_with_it(tmp_path, case):
 ADAM: dict[str, Any] = {
     "num_trainers": 2, "optimizer": "Adam", "groups": [make_options("Adam")], "consistency": Consistency(mode="async"),
 }  # fmt: skip
-
-
-async def take_steps(b: Bench, *steps: tuple[int, int]) -> None:
-    for rank, step in steps:
-        await b.get(rank, step - 1)
-        await b.push(rank, step)
-        await b.get(rank, step)
-
-
-async def counts_of(b: Bench, rank: int, step: int) -> set[int]:
-    states, _ = await held_slots(b, step, rank)
-    return {state.steps for state in states.values()}
-
-
-async def test_trainers_count_their_own_steps_from_those_that_were_loaded_last():
-    async with bench(**ADAM) as b:
-        await take_steps(b, (0, 1), (0, 2), (1, 1))
-        assert (await counts_of(b, 0, 2), await counts_of(b, 1, 1)) == ({2}, {1})
-        loaded = dict.fromkeys(BUFFERS, StepState(7))
-        await push_slots(b, 1, 2, tensors={}, states=write_states(loaded))
-        await push_rest(b, 1, 2, num_slots=len(loaded))
-        await take_steps(b, (1, 3), (0, 3))
-        assert (await counts_of(b, 0, 3), await counts_of(b, 1, 3)) == ({8}, {9})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from itertools import product
@@ -13,24 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.optimizers import BUFFER_RULES, MEAN, RULES, StepState
+from ps_protocol.optimizers import BUFFER_RULES, RULES
 from ps_protocol.plan import make_plan
-from ps_protocol.vocabulary import PLACEMENTS, WINDOW, ParameterSpec
-from services.pserver.shard import optimizer_rules
-from services.pserver.shard.layout import ShardLayout
-from services.pserver.shard.optimizer_blocks import OptimizerBlocks
+from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec
 from services.pserver.shard.optimizer_rules import PIECE, UPDATE_RULES
 
 from ...soaking import examples, parametrize_sampled
 from .oracle import (
     DTYPES,
-    FUSED,
     Options,
     Shards,
     TorchOracle,
     assert_equal,
     average,
-    make_numbers,
     make_options,
     make_spec,
     num_threads,
@@ -231,147 +225,3 @@ print([name for name in sys.modules if name.startswith("torch._dynamo")])
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
-
-
-class Recorder:
-    """OptimizerBlocks whose rule also says in which runs it was called."""
-
-    def __init__(self, monkeypatch, name, parameters, groups, **plan):
-        spec = make_spec(name, groups)
-        self.layout = ShardLayout(make_plan(parameters, 1, optimizer=spec, **plan), 0)
-        self.calls: list[tuple[int, list[tuple[int, int]]]] = []
-        rule = optimizer_rules.UPDATE_RULES[name]
-
-        def step(operands, options):
-            offsets = [(v.storage_offset(), v.storage_offset() + len(v)) for v in operands.values]
-            self.calls.append((operands.state.steps, offsets))
-            return rule.step(operands, options)
-
-        monkeypatch.setitem(optimizer_rules.UPDATE_RULES, name, dataclasses.replace(rule, step=step))
-        self.blocks = OptimizerBlocks(self.layout, spec)
-        self.values = torch.zeros(self.layout.num_elements)
-        self.gradient = torch.ones(self.layout.num_elements)
-        self._numbers = make_numbers(spec, groups)
-
-    def apply(self, *present, counter=None):
-        self.calls.clear()
-        names = [f"{name}.block0" for name in present]
-        self.blocks.apply(self.values, self.gradient, names, self._numbers, counter=counter)
-        return self.calls
-
-
-def four(sizes=(64, 64, 64, 64), groups=(0, 0, 0, 0)):
-    return [ParameterSpec(name, (size,), group=g) for name, size, g in zip("abcd", sizes, groups, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "groups", "steps"),
-    [
-        ("Adam", (64, 64, 64, 64), (0, 1, 0, 1), [("abcd", [(0, [(0, 128)]), (0, [(128, 256)])])]),  # by group
-        ("Adam", (64, 70, 64, 64), (0, 0, 0, 0), [("abcd", [(0, [(0, 134), (192, 320)])])]),  # b ends within a window
-        (
-            "Adam", (64, 64, 64, 64), (0, 0, 0, 0),
-            [
-                ("", []),
-                ("acd", [(0, [(0, 64), (128, 256)])]),
-                ("abcd", [(1, [(0, 64), (128, 256)]), (0, [(64, 128)])]),  # b is stepped apart
-                ("b", [(1, [(64, 128)])]),
-                ("abcd", [(2, [(0, 256)])]),
-            ],
-        ),
-        ("SGD", (64, 64, 64, 64), (0, 0, 0, 0), [("a", [(0, [(0, 64)])]), ("abcd", [(0, [(0, 256)])])]),
-    ],
-)  # fmt: skip
-def test_adjacent_blocks_of_a_group_and_of_a_count_are_one_run(monkeypatch, name, sizes, groups, steps):
-    recorder = Recorder(monkeypatch, name, four(sizes, groups), [make_options(name)] * 2)
-    for present, calls in steps:
-        assert recorder.apply(*present) == calls
-    expected = sum("a" in present for present, _ in steps) if name == "Adam" else 0
-    assert {state.steps for state in recorder.blocks.state.steps.values()} == {expected}
-
-
-def test_a_step_without_a_counter_counts_for_every_counter(monkeypatch):
-    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
-    for counter, before in [(0, 0), (0, 1), (1, 0), (None, 1), (0, 2), (1, 2), (1, 3)]:
-        assert recorder.apply("a", "b", "c", "d", counter=counter) == [(before, [(0, 256)])]
-    states = [set(recorder.blocks.steps_for(counter).values()) for counter in (0, 1, 2)]
-    assert states == [{StepState(steps)} for steps in (3, 4, 4)]
-    assert set(recorder.blocks.state.steps.values()) == {StepState(4)}
-
-
-def test_every_counter_begins_with_loaded_steps(monkeypatch):
-    recorder = Recorder(monkeypatch, "NAdam", four(), [make_options("NAdam")])
-    recorder.apply("a", "b", counter=0)
-    recorder.apply("a", "b", counter=1)
-    recorder.blocks.load_blocks({"a.block0": StepState(7, mu_product=0.5)}, {})
-    for counter, before in [(1, 7), (0, 7), (2, 7), (0, 8)]:
-        assert recorder.apply("a", counter=counter) == [(before, [(0, 64)])]
-    assert recorder.apply("b", counter=1) == [(1, [(64, 128)])]
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_rules_without_a_fused_kernel_are_run_in_pieces(monkeypatch, name):
-    piece = optimizer_rules.PIECE
-    assert piece % WINDOW == 0
-    end = 2 * piece + 5
-    recorder = Recorder(monkeypatch, name, [ParameterSpec("a", (end,))], [make_options(name)])
-    pieces = [(0, end)] if name in FUSED else [(0, piece), (piece, 2 * piece), (2 * piece, end)]
-    assert recorder.apply("a") == [(0, pieces)]
-
-
-def test_slots_are_allocated_once_when_first_needed(monkeypatch):
-    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
-    slots = recorder.blocks.state.slots
-    assert not slots
-    recorder.apply("a")
-    assert {name: (slot.shape, slot.dtype) for name, slot in slots.items()} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq"), ((256,), torch.float32)
-    )
-    before = {name: slot.data_ptr() for name, slot in slots.items()}
-    recorder.apply("a", "b", "c", "d")
-    assert {name: slot.data_ptr() for name, slot in slots.items()} == before
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_the_gradient_is_only_read(monkeypatch, name):
-    options = make_options(name, weight_decay=0.1, maximize=True)
-    recorder = Recorder(monkeypatch, name, four(), [options])
-    before = recorder.gradient.clone()
-    recorder.values.fill_(1.0)
-    recorder.apply("a", "b", "c", "d")
-    recorder.apply("a", "b", "c", "d")
-    assert torch.equal(recorder.gradient, before)
-
-
-def test_loaded_blocks_have_the_loaded_slots_alone(monkeypatch):
-    recorder = Recorder(monkeypatch, "Adam", four((64, 30, 64, 64)), [make_options("Adam")])
-    recorder.apply("a", "b", "c", "d")
-    before = {name: slot.clone() for name, slot in recorder.blocks.state.slots.items()}
-    loaded = torch.arange(30, dtype=torch.float32) + 1
-    states = {"a.block0": StepState(), "b.block0": StepState(steps=7)}
-    recorder.blocks.load_blocks(states, {"exp_avg/b.block0": loaded})
-    slots = recorder.blocks.state.slots
-    assert torch.equal(slots["exp_avg"][64:94], loaded)
-    assert not slots["exp_avg"][:64].any()
-    assert not slots["exp_avg_sq"][:128].any()
-    for name, slot in slots.items():
-        assert torch.equal(slot[128:], before[name][128:])
-    assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 64)]), (7, [(64, 94)]), (1, [(128, 256)])]
-
-
-def test_a_buffer_moves_to_the_pushed_mean():
-    spec = make_spec("Adam", [make_options("Adam")])
-    parameters = [ParameterSpec("w", (3,)), ParameterSpec("mean", (3,), group=1)]
-    layout = ShardLayout(make_plan(parameters, 1, optimizer=spec.with_buffers((MEAN,))), 0)
-    blocks = OptimizerBlocks(layout, spec.with_buffers((MEAN,)))
-    begin, end = layout.place["mean.block0"].begin, layout.place["mean.block0"].end
-    values, pushed = torch.zeros(layout.num_elements), torch.zeros(layout.num_elements)
-    values[begin:end] = torch.tensor([1.0, 0.1, -torch.inf])
-    pushed[begin:end] = torch.tensor([2.0, 0.7, 5.0])
-    numbers = make_numbers(spec, [make_options("Adam")])
-    blocks.apply(values, pushed, ["mean.block0"], [*numbers, {"lr": 0.25}])
-    torch.testing.assert_close(values[begin:end], torch.tensor([1.25, 0.25, 5.0]))
-    blocks.apply(values, pushed, ["mean.block0"], [*numbers, {"lr": 1.0}])
-    assert torch.equal(values[begin:end], pushed[begin:end])
-    assert blocks.state.slots == {}
-    assert blocks.state.steps["mean.block0"] == StepState()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from torch import Tensor
 from ps_protocol.encodings import PIECE, TORCH_DTYPES
 from ps_protocol.frames import parse_frame
 from ps_protocol.plan import make_plan
-from ps_protocol.requests import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
+from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.inspection import read_shard
-from services.pserver.shard.reply import LARGE_BYTES, PulledBytes, VersionedBlocks
+from services.pserver.shard.reply import VersionedBlocks
 from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState, reslice
 from trainer_client.transport.destinations import Deltas
@@ -27,6 +26,7 @@ from trainer_client.transport.frame_sink import FrameSink
 from trainer_client.transport.tensors import writable_bytes
 
 from ...soaking import examples
+from ..trainer.driving import drive
 from .oracle import make_options, make_spec
 from .support import Bench, bench, decode
 
@@ -71,18 +71,18 @@ class Trainer:
         self.memory = {name: writable_bytes(tensor) for name, tensor in values.items()}
         self.deltas = Deltas({name: self.memory[name] for name in values if values[name].dtype == torch.float32})
 
-    async def receive(self, body: bytes) -> None:
+    def receive(self, body: bytes) -> None:
         sink = FrameSink(self.memory, deltas=self.deltas.memory)
         sink.feed(body)
         sink.finish()
-        await self.deltas.add(sink.delta_names)
+        drive(self.deltas.add(sink.delta_names))
 
-    async def pull(self, shard: Shard, changed: dict[str, int]) -> None:
+    def pull(self, shard: Shard, changed: dict[str, int]) -> None:
         versioned = VersionedBlocks(
             shard.view_pulled().read(copied=False), changed, {"round": str(shard.version)}, shard.version - 1,
             shard.borrow_deltas(),
         )  # fmt: skip
-        await self.receive(b"".join(versioned.parts(self.round)))
+        self.receive(b"".join(versioned.parts(self.round)))
         self.round = shard.version
 
 
@@ -103,7 +103,7 @@ rounds = st.lists(
 
 @settings(deadline=None, max_examples=examples(15))
 @given(rounds, st.integers(0, 99))
-async def test_trainers_have_the_published_bits(history: list, seed: int) -> None:
+def test_trainers_have_the_published_bits(history: list, seed: int) -> None:
     shard, trainers = new_shard(seed), [Trainer() for _ in range(3)]
     changed = dict.fromkeys(NAMES, 0)
     for number, (stepped, exponent, who) in enumerate(history, 1):
@@ -120,21 +120,21 @@ async def test_trainers_have_the_published_bits(history: list, seed: int) -> Non
         for name in set(DIFFERING) - stepped:
             assert torch.equal(published(shard, name), before[name])
         for rank in who:
-            await trainers[rank].pull(shard, changed)
+            trainers[rank].pull(shard, changed)
             assert_has_what_is_published(trainers[rank], shard)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-async def test_values_without_a_delta_are_published_unchanged(bad: float) -> None:
+def test_values_without_a_delta_are_published_unchanged(bad: float) -> None:
     shard, trainer = new_shard(), Trainer()
     name, others = "more.block0", [name for name in DIFFERING if name != "more.block0"]
     shard.set_initial(name, torch.full((SIZES["more"],), -3e38))
-    await trainer.pull(shard, dict.fromkeys(NAMES, 0))
+    trainer.pull(shard, dict.fromkeys(NAMES, 0))
     for round_, value in enumerate((-2.9e38, bad, bad, 1.0), 1):  # after a delta it comes, stays, and goes
         move(shard, others, round_)
         shard.block(name)[300] = value
         shard.published.publish_round(NAMES)
-        await trainer.pull(shard, dict.fromkeys(NAMES, round_))
+        trainer.pull(shard, dict.fromkeys(NAMES, round_))
         is_exact = round_ == 2 or (round_ > 2 and bad != 3e38)  # which 127 steps lead back from
         assert not is_exact or torch.equal(trainer.values[name].nan_to_num(7.0), shard.block(name).nan_to_num(7.0))
         for other in others:
@@ -170,58 +170,6 @@ def test_published_values_are_copied_stored_and_resliced() -> None:
             assert torch.equal(published(other, name), whole[place.block.begin : place.block.end])
 
 
-def test_values_are_published_after_a_run_that_pulled_values() -> None:
-    plain = make_plan(PARAMETERS, 1, min_block_size=1 << 30, optimizer=SGD)
-    shard = Shard(plain, 0)
-    shard.load_state(reslice([(0, new_shard().state)], PLAN, plain, 0))
-    assert shard.published is None
-    assert shard.state.published is None
-    back = Shard(PLAN, 0)
-    back.load_state(reslice([(0, shard.state)], plain, PLAN, 0))
-    assert all(torch.equal(published(back, name), back.block(name)) for name in NAMES)
-
-
-VERSIONED = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LARGE_BYTES}
-
-
-def make_versioned(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, bytes]]:
-    data = {name: torch.randn(size).numpy().tobytes() for name, size in VERSIONED.items()}
-    blocks = [((name, "F32", (size,)), memoryview(data[name])) for name, size in VERSIONED.items()]
-    pieces = [memoryview(b"".join(data.values()))]
-    return VersionedBlocks(PulledBytes(blocks, pieces), changed, {"round": "9"}, 8), data
-
-
-@given(
-    changed=st.fixed_dictionaries(dict.fromkeys(VERSIONED, st.integers(0, 9))),
-    asked=st.lists(st.none() | st.integers(0, 12), min_size=1, max_size=6),
-)
-def test_a_frame_holds_exactly_the_newer_blocks(changed: dict[str, int], asked: list[int | None]) -> None:
-    versioned, data = make_versioned(changed)
-    for have in asked:
-        body = b"".join(versioned.parts(have))
-        frame = parse_frame(body)
-        held = {
-            entry.name: body[frame.data_begin + entry.begin : frame.data_begin + entry.end] for entry in frame.tensors
-        }
-        newer = {name for name in VERSIONED if have is None or changed[name] > have}
-        assert held == {name: data[name] for name in newer}
-        assert frame.metadata.get(SINCE_KEY) == (None if newer == VERSIONED.keys() else str(have))
-        assert frame.metadata["round"] == "9"
-
-
-def test_large_blocks_are_sent_without_a_copy() -> None:
-    versioned, _ = make_versioned({**dict.fromkeys(VERSIONED, 1), "small": 9, "large": 9})
-    assert [isinstance(part, memoryview) for part in versioned.parts()] == [False, True]
-    assert [isinstance(part, memoryview) for part in versioned.parts(8)] == [False, True]
-
-
-def test_only_the_frame_of_the_round_before_is_kept() -> None:
-    versioned, _ = make_versioned({**dict.fromkeys(VERSIONED, 1), "small": 9})
-    for have in (*range(1, 8), *range(9, 20)):
-        assert versioned.parts(have) is not versioned.parts(have)
-    assert versioned.parts(8) is versioned.parts(8)
-
-
 WIRE = WireTypes(pull="int8")
 
 
@@ -240,7 +188,7 @@ async def play(bench: Bench, first: int, last: int) -> dict[str, Tensor]:
             await bench.barrier(rank, round_)
         body = await bench.get(0, round_, have=round_ - 1)
         assert parse_frame(body).metadata[SINCE_KEY] == str(round_ - 1)
-        await trainer.receive(body)
+        trainer.receive(body)
         assert_same(decode(await bench.get(1, round_))[0], trainer.values)  # a late trainer has the same
     return trainer.values
 
@@ -275,16 +223,3 @@ async def test_a_killed_pserver_publishes_the_same_values_again(tmp_path: Path, 
         again = await play(pserver, 5, 6)
     async with bench(wire=WIRE) as pserver:
         assert_same(await play(pserver, 1, 6), again)
-
-
-async def test_a_round_that_is_skipped_sends_nothing() -> None:
-    async with bench(wire=WIRE, nonfinite="skip_round") as pserver:
-        values = await play(pserver, 1, 1)
-        verdict = {BARRIER_HEADER: "batch", VERDICT_HEADER: "nonfinite"}
-        for rank in range(2):
-            await pserver.push(rank, 2)
-            await pserver.call("barrier", pserver.fence(rank, 2), headers=verdict)
-        body = await pserver.get(0, 2, have=1)
-        assert parse_frame(body).tensors == ()
-        assert json.loads(parse_frame(body).metadata["skipped_for"]) == [0, 1]
-        assert_same(decode(await pserver.get(1, 2))[0], values)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import httpx
 import pytest
 
 from ps_protocol.consistency import Consistency
@@ -34,10 +33,8 @@ from services.pserver.shard.shard_state import ShardState
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import GIVEN_KEY
 
-from ..runtime.support import http2_client, running
 from .oracle import make_options
 from .support import Bench, bench, encode, until
-from .test_run import scaler_state
 
 Stop = Callable[[Bench], Any]
 
@@ -149,8 +146,6 @@ async def play(b: Bench, first: int, last: int) -> None:
             if round_ == 5:
                 blocks["p0.block0"] = blocks["p0.block0"] * math.nan
             metadata = b.completion(num_blocks=len(blocks))
-            numbers = [*json.loads(metadata[HYPER_PARAMETERS_KEY]), scaler_state(round_)]
-            metadata[HYPER_PARAMETERS_KEY] = json.dumps(numbers)
             await b.call("push", b.fence(rank, round_), encode(blocks, metadata))
         for rank in (0, 1):
             headers = {BARRIER_HEADER: "batch", VERDICT_HEADER: "nonfinite" if round_ == 5 else "finite"}
@@ -200,58 +195,7 @@ async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_p
         assert (shard.version, updates.chain) == b.run.storage.newest_update
 
 
-async def test_a_copy_is_the_file_of_a_snapshot(tmp_path: Path) -> None:
-    async with logging(tmp_path) as b:
-        await b.play_rounds(1, 3)
-        await b.run.want_checkpoint(3)
-        await b.wait_until_published()
-        [file] = (tmp_path / "pserver-0" / "log").glob(f"{3:012}-*.safetensors")
-        reader = Reader(b, SHARD_COPY, run="run1", attempt=0)
-        await reader.task
-        assert bytes(reader.body) == file.read_bytes()
-
-
-async def test_a_copy_has_the_chain_of_its_round_although_updates_follow_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with logging(tmp_path) as b:
-        await b.play_rounds(1, 3)
-        newest, read = b.run.storage.newest_update, b.run.read_between_updates
-
-        async def read_before_an_update(*args: Any) -> Any:
-            found = await read(*args)
-            await b.play_round(4)
-            return found
-
-        monkeypatch.setattr(b.run, "read_between_updates", read_before_an_update)
-        shard, _, chain = await read_copy(b)
-        assert (shard.version, chain) == newest
-        assert b.run.storage.newest_update[0] == 4
-
-
 # ---------------------------------------------------------------------- updates
-
-
-async def test_updates_come_from_the_files_and_then_one_by_one(tmp_path: Path) -> None:
-    async with logging(tmp_path) as b:
-        await b.play_rounds(1, 4)
-        updates = Updates(b, 1)
-        await updates.read_until(4)
-        assert updates.num_requests == 1
-        for round_ in (5, 6):
-            reading = asyncio.create_task(updates.read_until(round_))
-            await b.play_round(round_)
-            await reading
-        assert updates.rounds == [2, 3, 4, 5, 6]
-        assert not b.run.storage.log._wakers  # an append has no cost without readers
-
-
-async def test_an_idle_pserver_answers_with_its_round(tmp_path: Path) -> None:
-    async with logging(tmp_path) as b:
-        await b.play_rounds(1, 2)
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=2, wait_seconds=0.02)
-        await reader.task
-        assert (reader.status, bytes(reader.body), reader.headers[b"gradpost-round"]) == (200, b"", b"2")
 
 
 @pytest.mark.parametrize("most", [0, 4096])
@@ -287,18 +231,6 @@ async def test_a_slow_reader_gets_its_records_while_files_are_reused(tmp_path: P
 # ---------------------------------------------------------------------- refusals and ends
 
 
-async def test_a_slow_reader_keeps_no_standby_from_a_copy(tmp_path: Path) -> None:
-    async with logging(tmp_path) as b:
-        slow = Reader(b, SHARD_COPY, "replicate", run="run1", attempt=0)
-        slow.takes.clear()
-        await slow.is_held.wait()
-        standby = Reader(b, SHARD_COPY, run="run1", attempt=0)
-        await asyncio.wait_for(standby.task, 5)
-        assert (standby.status, slow.task.done()) == (200, False)
-        slow.takes.set()
-        await slow.task
-
-
 async def test_refusals(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as b:
         await play_and_write(b, 1, 5)
@@ -310,26 +242,6 @@ async def test_refusals(tmp_path: Path) -> None:
         assert (await refusal(b, attempt=1))[1] == "stale_run"
         assert (await refusal(b, after="x"))[1] == "invalid_message"
         assert (await refusal(b, after=5, digest="0" * 32))[1] == "diverged"
-
-
-async def test_the_chain_is_compared_over_the_beginning_of_a_file(tmp_path: Path) -> None:
-    async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=2) as b:
-        await play_and_write(b, 1, 4)
-        updates = Updates(b)
-        await updates.read_until(4)
-        assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [0, 2, 4]
-        assert (await refusal(b, after=2, digest="0" * 32))[1] == "diverged"  # without the record of round 2
-        assert (await refusal(b, after=4, digest="0" * 32))[1] == "diverged"
-        await b.play_round(5)
-        assert (await refusal(b, after=4, digest="0" * 32))[1] == "diverged"
-        await updates.read_until(5)
-
-
-async def test_a_run_without_a_log_has_no_updates(tmp_path: Path) -> None:
-    async with logging(tmp_path, durability="none") as b:
-        await b.play_round(1)
-        assert (await refusal(b))[1] == "no_update_log"
-        assert (await read_copy(b))[0].digest() == b.run.shard.digest()
 
 
 ENDS: dict[str, tuple[Stop, str]] = {
@@ -375,16 +287,3 @@ async def test_a_slow_reader_gets_no_byte_of_the_attempt_after_a_rollback(
             await asyncio.wait_for(reader.task, 2)
         assert before.startswith(bytes(reader.body))
         assert len(reader.body) < len(before) / 4
-
-
-@pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/2"])
-async def test_updates_over_a_socket(tmp_path: Path, version: str) -> None:
-    async with logging(tmp_path) as b:
-        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
-        client = http2_client() if version == "HTTP/2" else httpx.AsyncClient()
-        async with running(app) as service, client as http:
-            await b.play_rounds(1, 200)  # some 300 kB
-            answer = await http.get(service.address + UPDATES, params={"run": "run1", "attempt": "0", "after": "0"})
-            assert (answer.http_version, answer.headers["gradpost-incarnation"]) == (version, "1")
-            records = parse_records(memoryview(answer.content), None)
-            assert [LoggedUpdate.from_record(record).round for record in records] == list(range(1, 201))

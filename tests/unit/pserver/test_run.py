@@ -1,4 +1,4 @@
-"""A synchronous run on one pserver counts, answers and refuses requests, and replies with the outcomes of rounds."""
+"""A synchronous run on one pserver: what it counts, answers and refuses, and how each wait ends."""
 
 from __future__ import annotations
 
@@ -7,56 +7,47 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 import torch
-from starlette.requests import ClientDisconnect
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import Conflict, RoundPending, TrainerLost
-from ps_protocol.frames import CONTENT_TYPE, parse_frame
-from ps_protocol.membership import Controls, InstallMembers, PserverRegistered
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.membership import Controls, Membership, PserverRegistered
 from ps_protocol.requests import (
     BARRIER_HEADER,
-    HYPER_PARAMETERS_KEY,
     MAX_WAIT_SECONDS,
     SKIPPED_KEY,
     VERDICT_HEADER,
     WAIT_HEADER,
+    Pull,
 )
-from ps_protocol.routes import MEMBERS
-from services.pserver.app import make_pserver_app
-from services.pserver.run import script_warnings
-from services.pserver.shard.compensation import divide_rates
-from services.pserver.shard.history import History
-from services.runtime.metrics import ServiceMetrics
+from ps_protocol.vocabulary import BufferSpec
+from services.pserver.durable.update_log import UpdateLog
+from services.pserver.heartbeat import make_heartbeat
+from services.pserver.run import sync_run
+from services.pserver.shard import reply as reply_module
 
 from ...raising import raises_code
-from .oracle import TorchOracle, average, make_options
 from .support import (
-    GROUPS,
-    PARAMETERS,
     Bench,
+    Refusal,
     Upload,
-    assert_equals_oracle,
     begin_push,
     bench,
     decode,
     encode,
-    gradients_of,
+    failing,
+    hold,
     initial_values,
     keep_busy,
     refused,
     unchanged,
+    until,
 )
-
-JSON = {"content-type": "application/json"}
-
 
 LOST = TrainerLost("trainer 0 was lost").to_problem()
 
@@ -92,65 +83,22 @@ async def test_a_push_is_checked_again_after_its_last_byte(meanwhile, code):
         assert await b.settle_used_bytes(0) == 0
 
 
-async def freeze_half_a_round(b: Bench) -> None:
-    for rank in (0, 1):
-        await b.push(rank, 1)
-    await b.barrier(0, 1)
-    await b.freeze(2)
-
-
 async def test_the_end_of_an_abandoned_change_of_members_applies_nothing():
     async with bench() as b:
-        await freeze_half_a_round(b)
-        frozen = await b.freeze(3)
-        assert frozen.counted == {1: (0,)}
-        await b.barrier(1, 1)  # is held
-        await b.change_members(2, {0: 1, 1: 1})
-        assert b.run.schedule.is_frozen
-        with pytest.raises(Conflict, match="is over"):
-            await b.freeze(2)
-        await b.change_members(3, {0: 1})
-        assert await b.get(0, 1)
-        assert b.run.schedule.history.participants == {1: (0,)}
-
-
-async def test_a_get_in_an_unfinished_change_of_members_names_the_coordinator():
-    async with bench() as b:
-        await freeze_half_a_round(b)
+        for rank in (0, 1):
+            await b.push(rank, 1)
+        await b.barrier(0, 1)
+        await b.freeze(2)
         with pytest.raises(RoundPending, match="the coordinator, in the middle of a change of members"):
             await b.get(0, 1, wait_seconds=0)
-
-
-async def test_a_push_is_checked_again_after_the_check_for_nan(monkeypatch):
-    monkeypatch.setattr("services.pserver.run.read_pushes.QUICK_BYTES", 0)  # the check waits for the compute thread
-    async with bench() as b:
-        await b.push(1, 1, {})
-        await b.push(0, 1)
-        await b.barrier(0, 1)
-        release = await keep_busy(b)
-        push = asyncio.create_task(b.push(0, 1))  # a duplicate
-        await asyncio.sleep(0.01)
-        await b.change_members(2, {1: 1})
-        await release()
-        with raises_code("stale_trainer"):
-            await push
-
-
-async def test_gets_of_a_round_are_answered_with_exactly_that_version_until_the_next_is_applied():
-    async with bench() as b:
-        first = await b.play_round(1)
-        assert [await b.get(rank, 1) for rank in (0, 1, 0, 1)] == [first] * 4
-        await b.push(0, 2)
-        await b.barrier(0, 2)
-        assert await b.get(1, 1) == first  # trainer 1 is late
-        await b.push(1, 2)
-        await b.barrier(1, 2)
-        second = await b.get(0, 2)
-        assert decode(second)[1]["round"] == "2"
-        error = await unchanged(b, "stale_round", b.get(1, 1))
-        assert error.facts["current"] == 2
-        await unchanged(b, "stale_round", b.get(1, 0))
-        await unchanged(b, "future_round", b.get(1, 4))
+        await b.barrier(1, 1)  # is held
+        assert (await b.freeze(3)).counted == {1: (0,)}
+        await b.change_members(2, {0: 1, 1: 1})
+        assert b.run.schedule.is_frozen
+        await refused("conflict", b.freeze(2))
+        await b.change_members(3, {0: 1, 1: 1})
+        assert await b.get(0, 1)
+        assert b.run.schedule.history.participants == {1: (0, 1)}
 
 
 async def test_a_get_of_some_blocks_is_of_that_version_too():
@@ -174,10 +122,27 @@ async def test_a_get_of_some_blocks_is_of_that_version_too():
         await refused("stale_round", get)
 
 
+@pytest.mark.parametrize("max_delay", [0, 1])
+async def test_a_reply_keeps_its_bytes_while_it_is_read(max_delay: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reply_module, "LARGE_BYTES", 1)  # the values are borrowed, as those of a large shard
+    async with bench(consistency=Consistency(max_delay=max_delay)) as b:
+        reply = await b.run.get(b.fence(0, 0), Pull(0, wait_seconds=1))
+        before = b"".join(reply.parts)
+        with reply.reading():
+            for rank in (0, 1):
+                await b.push(rank, 1)
+                await b.barrier(rank, 1)
+            await asyncio.sleep(0.05)
+            assert b"".join(reply.parts) == before
+        assert decode(await b.get(0, 1))[1]["round"] == "1"
+
+
 async def test_a_get_may_carry_the_contribution_and_its_barrier():
-    async def step(b: Bench, rank: int, round_: int, blocks: Any = None, **metadata: str) -> bytes:
+    async def step(
+        b: Bench, rank: int, round_: int, blocks: Any = None, verdict: str = "finite", **metadata: str
+    ) -> bytes:
         body = encode(b.contribution(rank, round_) if blocks is None else blocks, {**b.completion(), **metadata})
-        headers = {WAIT_HEADER: "10", BARRIER_HEADER: "batch", "content-type": CONTENT_TYPE}
+        headers = {WAIT_HEADER: "10", BARRIER_HEADER: "batch", VERDICT_HEADER: verdict, "content-type": CONTENT_TYPE}
         return await b.call("pull", b.fence(rank, round_), body, headers=headers)
 
     async with bench() as plain, bench(nonfinite="skip_round") as b:
@@ -190,30 +155,8 @@ async def test_a_get_may_carry_the_contribution_and_its_barrier():
             await step(b, 1, 2, num_blocks=str(len(b.plan.blocks) + 1))
         assert b.run.schedule.batch_barriers == set()
     async with bench(nonfinite="skip_round") as b:
-        broken = {name: gradient * torch.nan for name, gradient in b.contribution(1, 1).items()}
-        for reply in await asyncio.gather(step(b, 0, 1), step(b, 1, 1, broken)):
+        for reply in await asyncio.gather(step(b, 0, 1), step(b, 1, 1, verdict="nonfinite")):
             assert json.loads(decode(reply)[1][SKIPPED_KEY]) == [1]
-
-
-async def test_hyper_parameters_of_the_lowest_rank_win_with_one_warning():
-    others = [make_options("SGD", momentum=0.9, lr=7.0)]
-    async with bench(3) as b:
-        oracle = TorchOracle("SGD", PARAMETERS, GROUPS, initial_values())
-        with structlog.testing.capture_logs() as lines:
-            for round_ in (1, 2):
-                for rank in (2, 1, 0):
-                    await b.push(rank, round_, groups=others if rank else GROUPS)
-                for rank in (2, 1, 0):
-                    await b.barrier(rank, round_)
-                values, _ = decode(await b.get(0, round_))
-                oracle.step(average([gradients_of(rank, round_) for rank in range(3)]), GROUPS)
-        assert_equals_oracle(values, oracle)
-        [line] = [line for line in lines if line["log_level"] == "warning"]
-        assert line["event"] == (
-            f"lr of parameter group 0 is {GROUPS[0]['lr']} on trainer 0 and 7.0 on trainer 1, and all step with that "
-            "of trainer 0. Set the same on all trainers"
-        )
-        assert b.metric("gradpost_hyper_parameter_disagreements_total") == 4  # two trainers in two rounds
 
 
 @pytest.mark.parametrize(
@@ -243,16 +186,6 @@ async def test_trainers_that_push_the_same_gradients_are_named_once(equal: Seque
         ]
 
 
-@pytest.mark.parametrize("num_blocks", [1, 100, 1000])
-def test_the_search_for_script_warnings_reads_a_sample(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = bytearray()
-    digest = SimpleNamespace(update=read.extend, digest=lambda: bytes(read))
-    monkeypatch.setattr(script_warnings, "xxhash", SimpleNamespace(xxh3_128=lambda: digest))
-    block = SimpleNamespace(bytes=lambda: [memoryview(bytes(range(256)) * 512)])
-    assert script_warnings._digest({str(number): block for number in range(num_blocks)}) is not None
-    assert 15_000 < len(read) <= script_warnings.SAMPLE_BYTES
-
-
 @pytest.mark.parametrize(
     ("absent", "num_warnings"), [(range(1, 13), 1), (range(4, 14), 1), ((*range(1, 10), *range(11, 14)), 0)], ids=str
 )
@@ -278,19 +211,6 @@ async def test_a_gradient_that_one_trainer_does_not_send_is_named_once(absent: S
             "it is frozen on this trainer, or not used by its part of the model. The mean counts zeros for it; if that "
             "is not intended, freeze it on all trainers or on none"
         ]
-
-
-async def test_a_push_of_an_applied_round_is_already_applied_whatever_its_bytes():
-    async with bench() as b:
-        await b.play_round(1)
-        digest = await b.digest()
-        forged = {name: tensor + 1 for name, tensor in b.contribution(0, 1).items()}
-        for blocks in (None, forged, {}):
-            assert (await b.push(0, 1, blocks))["status"] == "already_applied"
-        assert (await b.barrier(0, 1)) == {"round": 2, "missing": [0, 1], "notice": ""}
-        assert await b.digest() == digest
-        assert await b.settle_used_bytes(0) == 0
-        await unchanged(b, "stale_trainer", b.push(0, 1, fence=b.fence(0, 1, trainer_incarnation=2)))
 
 
 async def test_a_second_upload_of_initial_values_changes_nothing():
@@ -322,16 +242,6 @@ async def test_initial_values_that_do_not_fit_are_refused(name, values, dtype, e
         await unchanged(b, error, b.call("initial", b.fence(0, 0), body))
 
 
-async def test_other_bytes_under_one_identity_are_a_conflict():
-    async with bench() as b:
-        await b.push(0, 1)
-        forged = b.contribution(0, 1)
-        forged["p3.block0"] = forged["p3.block0"] + 1
-        await unchanged(b, "contribution_conflict", b.push(0, 1, forged))
-        answer = await b.push(0, 1, {"p2.block0": b.contribution(0, 1)["p2.block0"]}, last=False)
-        assert answer == {"status": "staged", "staged": 0, "duplicates": 1, "complete": True, "finite": True}
-
-
 @pytest.mark.parametrize(("endpoint", "num_pieces"), [("push", 1), ("push", 4), ("initial", 4)])
 async def test_a_client_that_goes_away_in_its_body_changes_nothing_and_returns_the_buffer(endpoint, num_pieces):
     async with bench(initial=endpoint == "push") as b:
@@ -340,33 +250,6 @@ async def test_a_client_that_goes_away_in_its_body_changes_nothing_and_returns_t
         round_ = 1 if endpoint == "push" else 0
         await unchanged(b, "malformed_frame", b.call(endpoint, b.fence(0, round_), body, upload=upload))
         assert await b.settle_used_bytes(0) == 0
-
-
-async def test_a_client_that_is_cancelled_in_its_body_changes_nothing_and_returns_the_buffer():
-    async with bench() as b:
-        push, halfway = begin_push(b, 0, 1)
-        await halfway.reached.wait()
-        digest = await b.digest()
-        assert b.pserver.pool.used_bytes > 0
-        push.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await push
-        del push
-        assert await b.digest() == digest
-        assert await b.settle_used_bytes(0) == 0
-
-
-@pytest.mark.parametrize("endpoint", ["pull", "barrier"])
-async def test_a_client_that_goes_away_before_its_request_is_complete_has_sent_no_barrier(endpoint):
-    async with bench() as b:
-        await b.push(0, 1)
-        digest = await b.digest()
-        headers = {"gradpost-barrier": "batch", WAIT_HEADER: "1"}
-        upload = Upload(b"", ends=False)
-        with pytest.raises(ClientDisconnect):
-            await b.call(endpoint, b.fence(0, 1), headers=headers, upload=upload, num_bytes=20)
-        assert await b.digest() == digest
-        assert b.run.schedule.missing == [0, 1]
 
 
 async def test_a_refused_request_counts_no_barrier():
@@ -383,17 +266,32 @@ async def test_a_refused_request_counts_no_barrier():
         await unchanged(b, "bad_header", b.call("pull", b.fence(0, 1), headers=headers))
 
 
-async def test_a_non_finite_gradient_is_refused_under_reject_and_staged_under_allow():
-    async with bench() as b:
-        blocks = b.contribution(0, 1)
-        blocks["p2.block0"][63] = float("-inf")
-        error = await unchanged(b, "non_finite_gradient", b.push(0, 1, blocks))
-        assert "trainer 0" in str(error)
-        assert "p2.block0" in str(error)
-        assert b.metric("gradpost_nonfinite_pushes_total") == 1
-        assert "--nonfinite skip_round" in str(error)
-    async with bench(nonfinite="allow") as b:
-        assert (await b.push(0, 1, blocks))["complete"]
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("nonfinite", "values"),
+    [
+        pytest.param("reject", (float("-inf"), 0.0), id="not checked by its client"),
+        pytest.param("skip_round", (3e38, 3e38), id="overflow of the sum"),
+    ],
+)
+async def test_a_sum_that_is_not_finite_fails_the_run_before_it_is_logged(
+    tmp_path: Path, nonfinite: str, values: tuple[float, float], max_grad_norm: float | None
+) -> None:
+    settings: dict[str, Any] = {"nonfinite": nonfinite, "max_grad_norm": max_grad_norm}
+    settings |= {"state_dir": tmp_path, "durability": "log"}
+    async with bench(**settings) as b:
+        digest = b.run.shard.digest()
+        for rank, value in enumerate(values):
+            blocks = b.contribution(rank, 1)
+            blocks["p2.block0"][63] = value
+            await b.push(rank, 1, blocks)
+            await b.barrier(rank, 1)
+        with raises_code("non_finite_update", match=r"in the update of block 'p2.block0'"):
+            await (b.get(0, 1) if max_grad_norm is None else b.norm(0, 1))
+        assert b.run.shard.digest() == digest
+        assert b.run.failure.code == "non_finite_update"
+    async with bench(incarnation=2, **settings) as b:
+        assert b.run.round == 0
 
 
 @pytest.mark.parametrize(
@@ -414,115 +312,171 @@ async def test_metadata_that_does_not_fit_is_refused(code, key, texts):
             await unchanged(b, code, b.call("push", b.fence(0, 1), body))
 
 
-async def test_controls_may_name_as_many_parameters_as_a_plan():
+async def test_a_long_poll_ends_with_round_pending_that_names_the_missing_trainer():
+    async with bench(3) as b:
+        await b.push(0, 1)
+        await b.push(2, 1)
+        await b.barrier(0, 1)
+        await b.barrier(2, 1)
+        begin = asyncio.get_running_loop().time()
+        refusal = await unchanged(b, "round_pending", b.get(0, 1, wait_seconds=0.05))
+        assert refusal == Refusal("round 1 waits for trainer 1", {"missing": [1], "round": 1})
+        assert asyncio.get_running_loop().time() - begin >= 0.05
+        with pytest.raises(RoundPending):
+            await b.get(2, 1, wait_seconds=0)
+
+
+async def test_round_timeout_names_the_missing_trainer():
+    async with bench(patience_seconds=0.1) as b:
+        await b.push(0, 1)
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(RoundTimeout, match=r"trainer 1 did not reach the batch barrier of round 1") as caught:
+            await b.get(0, 1, wait_seconds=20, with_barrier=True)
+        assert caught.value.facts == {"missing": [1], "round": 1}
+        assert 0.1 <= asyncio.get_running_loop().time() - begin < 2
+        # A late trainer is let in: the coordinator alone ends a run.
+        await b.push(1, 1)
+        await b.barrier(1, 1)
+        assert decode(await b.get(0, 1))[1]["round"] == "1"
+
+
+async def test_round_timeout_names_the_trainer_that_owes_the_initial_values():
+    async with bench(initial=False, patience_seconds=0.6) as b:
+        with pytest.raises(NotReady, match="initial values") as pending:
+            await b.get(1, 0, wait_seconds=0.01)
+        assert pending.value.facts == {"waiting_for": "trainer 0"}
+        await unchanged(b, "not_ready", b.push(0, 1))
+        await asyncio.sleep(0.4)
+        value = initial_values()["p0"]
+        await b.call("initial", b.fence(0, 0), encode({"p0.block0": value}))  # it is slow, but it goes on
+        with pytest.raises(NotReady):
+            await b.get(1, 0, wait_seconds=0.4)
+        with pytest.raises(RoundTimeout, match="trainer 0") as caught:
+            await b.get(1, 0, wait_seconds=20)
+        assert caught.value.facts["missing"] == [0]
+
+
+async def test_a_failure_installed_by_the_coordinator_wakes_all_waiters():
+    async with bench(3) as b:
+        for rank in (0, 1):
+            await b.push(rank, 1)
+        gets = [asyncio.create_task(b.get(rank, 1, with_barrier=True)) for rank in (0, 1)]
+        await asyncio.sleep(0)
+        gets.append(asyncio.create_task(b.get(0, 1, names=["p1.block0"])))
+        await asyncio.sleep(0.01)
+        failure = TrainerLost("trainer 2 was lost", ranks=[2]).to_problem()
+        begin = asyncio.get_running_loop().time()
+        await b.change_members(2, {0: 1, 1: 1}, failure=failure)
+        errors = await asyncio.gather(*gets, return_exceptions=True)
+        assert asyncio.get_running_loop().time() - begin < 1
+        assert [(e.code, str(e)) for e in errors] == [("trainer_lost", "trainer 2 was lost")] * 3
+        assert len(set(map(id, errors))) == 3  # one shared exception would keep the frames of all requests
+        for request in (b.push(1, 1), b.barrier(1, 1), b.get(1, 0), b.call("initial", b.fence(0, 0), encode({}))):
+            await unchanged(b, "trainer_lost", request)
+        assert b.run.failure.__traceback__ is None  # it would keep the requests' memory
+        await b.change_members(3, {}, failure=TrainerLost("trainer 0 was lost").to_problem())
+        with pytest.raises(TrainerLost, match="trainer 2"):  # the first failure stands
+            await b.get(0, 1)
+
+
+@pytest.mark.parametrize("code", ["stale_trainer", "stale_run"])
+async def test_a_get_ends_when_its_trainer_is_removed_or_its_run_replaced(code):
     async with bench() as b:
-        frozen = tuple(f"layers.{i}.{'x' * 40}.weight" for i in range(20_000))
-        controls = Controls(since=1, frozen=frozen), Controls(since=2, frozen=frozen)
-        message = InstallMembers(
-            run="run1", attempt=0, number=2, membership=replace(b.install.membership, controls=controls)
-        )
-        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-            answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
-        assert (answer.status_code, b.run.membership.controls) == (204, controls)
-        assert "content-type" not in answer.headers
+        await b.push(1, 1)
+        get = asyncio.create_task(b.get(1, 1, with_barrier=True))
+        await asyncio.sleep(0.01)
+        await (b.change_members(2, {0: 1}) if code == "stale_trainer" else b.install_next_run())
+        await asyncio.wait_for(refused(code, get), 1)
+        del get
+        assert await b.settle_used_bytes(0) == 0
 
 
-async def push_with_scaler(b: Bench, rank: int, round_: int, scaler: HyperParameters | None) -> None:
-    metadata = b.completion()
-    if scaler is not None:
-        metadata[HYPER_PARAMETERS_KEY] = json.dumps([*json.loads(metadata[HYPER_PARAMETERS_KEY]), scaler])
-    await b.call("push", b.fence(rank, round_), encode(b.contribution(rank, round_), metadata))
-
-
-async def play_scaled(
-    b: Bench, round_: int, *scalers: HyperParameters | None, bad: tuple[int, ...] = ()
-) -> dict[str, str]:
-    """One round of trainers with these GradScalers; the metadata of its version."""
-    for rank, scaler in enumerate(scalers):
-        await push_with_scaler(b, rank, round_, scaler)
-    for rank in range(len(scalers)):
-        verdict = {VERDICT_HEADER: "nonfinite"} if rank in bad else {}
-        await b.call("barrier", b.fence(rank, round_), headers={BARRIER_HEADER: "batch", **verdict})
-    return await metadata_of(b, round_)
-
-
-async def metadata_of(b: Bench, round_: int) -> dict[str, str]:
-    return dict(parse_frame(await b.get(0, round_)).metadata)
-
-
-def scaler_state(after: int, scale: float = 1024.0) -> HyperParameters:
-    return {"after": after, "scale": scale, "growth_tracker": after}
-
-
-@pytest.mark.amp
-async def test_replies_carry_the_scaler_state_of_the_lowest_rank() -> None:
-    async with bench(nonfinite="skip_round") as b:
-        assert "grad_scaler" not in await play_scaled(b, 1, None, None)
-        assert "grad_scaler" not in await play_scaled(b, 2, None, scaler_state(1))
-        told = await play_scaled(b, 3, scaler_state(2, 8.0), scaler_state(2, 16.0), bad=(1,))
-        assert json.loads(told["grad_scaler"]) == scaler_state(2, 8.0)
-        assert told["skipped_for"] == "[1]"
-        assert not told.keys() & {"skipped_before"}
-        assert "grad_scaler" not in await play_scaled(b, 4, None, None)
-
-
-@pytest.mark.amp
-async def test_a_state_that_does_not_fit_and_another_one_in_the_same_round_are_refused() -> None:
+async def test_a_late_installation_of_a_replaced_run_does_not_bring_it_back():
     async with bench() as b:
-        for wrong in ({}, scaler_state(0, float("nan"))):
-            await unchanged(b, "bad_hyper_parameters", push_with_scaler(b, 0, 1, wrong))
-        await push_with_scaler(b, 0, 1, scaler_state(0))
-        await push_with_scaler(b, 0, 1, scaler_state(0))
-        for other in (None, scaler_state(0, 8.0)):
-            await unchanged(b, "contribution_conflict", push_with_scaler(b, 0, 1, other))
+        await b.install_next_run()
+        with pytest.raises(StaleRun):
+            await b.pserver.install_run(b.install)
+        assert b.run.installed.run == "run2"
+        with pytest.raises(StalePserver):
+            await b.install_next_run("run3", incarnation=9)
+        assert b.run.installed.run == "run2"
 
 
-@pytest.mark.amp
-async def test_with_max_delay_replies_carry_the_outcomes_of_earlier_rounds() -> None:
-    async with bench(nonfinite="skip_round", consistency=Consistency(max_delay=1)) as b:
-        assert "skipped_before" not in await play_scaled(b, 1, None, None, bad=(0,))
-        assert json.loads((await play_scaled(b, 2, None, None, bad=(0, 1)))["skipped_before"]) == {"1": [0]}
-        told = await play_scaled(b, 3, None, None)
-        assert "skipped_for" not in told
-        assert json.loads(told["skipped_before"]) == {"2": [0, 1]}
-        assert "skipped_before" not in await play_scaled(b, 4, None, None)
+async def test_the_same_installation_again_changes_nothing_but_brings_newer_members():
+    async with bench() as b:
+        await b.push(0, 1)
+        digest = await b.digest()
+        await b.pserver.install_run(b.install)
+        assert await b.digest() == digest
+        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "membership": Membership({0: 1})}))
+        assert b.run.schedule.members == {0: 1}
+        other = replace(b.install.plan, buffers=(BufferSpec("mean", (2,), "F32", 0),))
+        with pytest.raises(Conflict):
+            await b.pserver.install_run(b.install.model_copy(update={"plan": other}))
+        await b.change_members(9, {0: 1, 1: 1})  # the number came with the installation
+        assert b.run.schedule.members == {0: 1}
 
 
-@pytest.mark.amp
-@pytest.mark.parametrize("checkpoint_rounds", [1, 100])
-async def test_a_restarted_pserver_replies_the_same_outcomes(tmp_path: Path, checkpoint_rounds: int) -> None:
-    settings: dict[str, Any] = {
-        "state_dir": tmp_path,
-        "durability": "log",
-        "nonfinite": "skip_round",
-        "checkpoint_rounds": checkpoint_rounds,
-        "consistency": Consistency(max_delay=1),
-    }
-    async with bench(**settings) as b:
-        await play_scaled(b, 1, scaler_state(0), scaler_state(0), bad=(1,))
-        told = await play_scaled(b, 2, scaler_state(1), scaler_state(1), bad=(0,))
-        assert {"skipped_for", "skipped_before", "grad_scaler"} <= told.keys()
-    async with bench(incarnation=2, **settings) as b:
-        assert await metadata_of(b, 2) == told
+async def test_a_round_of_a_paused_run_waits_for_an_administrator_and_for_no_trainer():
+    async with bench(patience_seconds=0.1) as b:
+        await b.freeze(2)
+        await b.change_members(2, {0: 1, 1: 1}, controls=(Controls(since=1, is_paused=True),))
+        for rank in (0, 1):
+            await b.push(rank, 1)
+            await b.barrier(rank, 1)
+        refusal = await refused("round_pending", b.get(0, 1, wait_seconds=0.2))
+        assert refusal.text == "round 1 waits for an administrator, who has paused the run"
+        assert b.run.late == ((), 0.0)
+        await b.freeze(3)
+        await b.change_members(3, {0: 1, 1: 1})
+        assert decode(await b.get(0, 1))[1]["round"] == "1"
 
 
-@pytest.mark.amp
-def test_outcomes_of_a_source_run_are_taken_over() -> None:
-    history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, scaler_state(6))
-    history.adopt_outcomes(source)
-    assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, scaler_state(6))
-    assert History.from_json(history.to_json()) == history
+async def test_an_apply_that_fails_ends_every_wait():
+    async with bench() as b:
+        b.run.shard.apply = failing(RuntimeError("out of memory"))
+        await b.push(0, 1)
+        await b.push(1, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        await asyncio.sleep(0.01)
+        await b.barrier(1, 1)
+        with raises_code("apply_failed", match=r"pserver 0 failed in round 1: out of memory"):
+            await asyncio.wait_for(get, 2)
+        with raises_code("apply_failed"):
+            await b.push(0, 2)
+        assert b.run.schedule.applying is not None  # no checkpoint is made of it
 
 
-@pytest.mark.amp
-def test_the_state_outlives_a_round_without_trainers_and_changes_of_the_rate() -> None:
-    history, numbers = History(), [{"lr": 0.1}, scaler_state(6)]
-    history.add_round(7, (0,), (), None, numbers, keep=1)
-    history.add_round(8, (), (), keep=1)
-    assert history.scaler == scaler_state(6)
-    history.add_round(9, (0,), (), None, [{"lr": 0.1}], keep=1)
-    assert history.scaler is None
-    assert Controls(rates={0: 0.5}).override_rates(numbers) == [{"lr": 0.5}, scaler_state(6)]
-    assert divide_rates(numbers, 2) == [{"lr": 0.05}]
+async def test_a_round_that_cannot_be_logged_is_not_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(2, state_dir=tmp_path, durability="log") as b:
+        digest = b.run.shard.digest()
+        with monkeypatch.context() as patch:
+            patch.setattr(UpdateLog, "append", failing(OSError("No space left on device")))
+            for rank in (0, 1):
+                await b.push(rank, 1)
+                await b.barrier(rank, 1)
+            refusal = await refused("round_pending", b.get(0, 1, wait_seconds=0.1))
+            assert refusal.text == "round 1 waits for the disk of pserver 0: No space left on device"
+            assert b.run.shard.digest() == digest
+        assert decode(await b.get(0, 1))[1]["round"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("what", "refusal"), [("append", "log round 1"), ("begin_segment", "begin a snapshot after round 1")]
+)
+async def test_a_log_that_hangs_is_reported_and_fails_the_run_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, refusal: str
+) -> None:
+    monkeypatch.setattr(sync_run, "STALLED_SECONDS", 0.0)
+    options: dict[str, Any] = {"durability": "log", "patience_seconds": 0.2, "checkpoint_rounds": 1}
+    async with bench(2, state_dir=tmp_path, **options) as b:
+        _, may_go_on = hold(monkeypatch, UpdateLog, what)
+        for rank in (0, 1):
+            await b.push(rank, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        assert not make_heartbeat(b.pserver).is_stalled
+        await b.barrier(1, 1)
+        await until(lambda: make_heartbeat(b.pserver).is_stalled)
+        with raises_code("storage_failed", match=f"cannot {refusal}: the disk does not answer"):
+            await get
+        may_go_on.set()

@@ -1,7 +1,12 @@
-"""A shard: initial values, steps, frames, digests, aggregation and layout."""
+"""A shard: initial values, steps, frames, digests, aggregation and statistics."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from functools import reduce
+
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -12,16 +17,15 @@ from ps_protocol.encodings import is_finite
 from ps_protocol.frames import parse_frame
 from ps_protocol.optimizers import LOWEST_RANK, MEAN, OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
-from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
+from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
-from services.coordinator.settings import RECORD_BYTES
-from services.pserver.run.script_warnings import AbsentGradients
 from services.pserver.shard.aggregation import PIECE, Aggregator
 from services.pserver.shard.bodies import BufferPool
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import CHUNK_BYTES, FrameCopy, VersionedBlocks
 from services.pserver.shard.shard import Shard
-from tests.unit.coordinator.support import defaults
+from services.pserver.statistics import describe_values
+from services.runtime.statistics import Statistics
 
 from .oracle import DTYPES, assert_same_bits, average, make_numbers, make_options, make_spec
 
@@ -52,28 +56,6 @@ def step(shard: Shard, **gradients: float) -> None:
     shard.apply(gradient, present, NUMBERS)
 
 
-def test_a_shard_is_initialised_once_every_block_and_buffer_is_set():
-    shard = make_shard(("a", 5, "F32"), ("b", 7, "BF16"), buffers=BUFFERS, fill=False)
-    shard.set_initial("a.block0", torch.arange(5.0))
-    shard.set_initial("a.block0", torch.arange(5.0))  # again counts once
-    shard.set_initial_buffer("num_batches", bytes(8))
-    shard.set_initial("b.block0", torch.arange(7, dtype=torch.bfloat16))
-    assert not shard.is_initialised
-    shard.set_initial_buffer("running_mean", memoryview(bytearray(24)))
-    assert shard.is_initialised
-    assert shard.block("a.block0").tolist() == [0, 1, 2, 3, 4]
-    assert shard.block("b.block0").dtype == torch.float32
-
-
-def test_a_shard_without_blocks_is_initialised_and_encodes_an_empty_frame():
-    shard = Shard(make_plan([ParameterSpec("w", (3,))], 2, optimizer=SPEC), 1)
-    assert shard.is_initialised
-    gradient, present = shard.aggregator.aggregate([{}, {}])
-    shard.apply(gradient, present, NUMBERS)
-    assert shard.version == 1
-    assert safetensors.torch.load(b"".join(shard.encode())) == {}
-
-
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12),
     optimizer=st.sampled_from(["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"]),
@@ -100,15 +82,6 @@ def test_blocks_stepped_together_have_the_bits_of_blocks_stepped_one_by_one(size
             alone.apply_blocks({name: gradients[name]}, numbers, counter=counter)
         assert together.digest() == alone.digest()
         assert together.versions == alone.versions
-
-
-def test_versions_count_applies_of_the_shard_and_of_each_block():
-    shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
-    before = shard.block("b.block0").clone()
-    step(shard, a=1.0)
-    assert torch.equal(shard.block("b.block0"), before)
-    step(shard, a=1.0, b=1.0)
-    assert (shard.version, shard.versions) == (2, {"a.block0": 2, "b.block0": 1})
 
 
 LARGE = CHUNK_BYTES // 4 + 1000
@@ -179,30 +152,6 @@ def test_a_pulled_frame_is_the_same_in_one_copy_and_in_pieces(sizes, pull, chose
     assert copy(names) == b"".join(shard.encode(names, metadata, pulled=True))
 
 
-def test_a_frame_of_some_blocks_has_them_in_plan_order():
-    shard = make_shard(*MODELS["small"])
-    loaded = parse_frame(b"".join(shard.encode(["d.block0", "b.block0", "d.block0"])))
-    assert [entry.name for entry in loaded.tensors] == ["b.block0", "d.block0"]
-    assert parse_frame(b"".join(shard.encode([]))).tensors == ()
-    assert b"".join(shard.encode(["b.block0", "b.block0"])) == b"".join(shard.encode(["b.block0"]))
-
-
-def test_buffers_come_back_as_they_went_in():
-    shard = make_shard(("a", 5, "F32"), buffers=BUFFERS)
-    mean = torch.randn(2, 3)
-    shard.set_initial_buffer("num_batches", torch.tensor([12], dtype=torch.int64).numpy().tobytes())
-    assert safetensors.torch.load(b"".join(shard.encode([], with_buffers=True))).keys() == {"num_batches"}
-    body = bytearray(mean.numpy().tobytes())
-    shard.set_initial_buffer("running_mean", memoryview(body))
-    body[:] = bytes(24)  # a received body's memory is used again
-    chunks = shard.encode([], {"round": "1"}, with_buffers=True)
-    loaded = safetensors.torch.load(b"".join(chunks))
-    assert torch.equal(loaded["running_mean"], mean)
-    assert loaded["num_batches"].shape == ()
-    assert loaded["num_batches"].item() == 12
-    assert parse_frame(b"".join(chunks)).metadata == {"round": "1"}
-
-
 def make_stepped() -> Shard:
     shard = make_shard(("a", 5, "F32"), ("b", 70, "F32"), buffers=BUFFERS)
     shard.set_initial_buffer("running_mean", bytes(24))
@@ -248,6 +197,7 @@ def test_a_contribution_that_lacks_a_buffer_counts_the_values_it_has():
     layout = ShardLayout(make_plan(parameters, 1, optimizer=optimizer), 0)
     values = torch.zeros(layout.num_elements)
     values[layout.place["mean.block0"].begin] = 4.0
+    values[layout.place["other.block0"].begin] = math.inf  # as in a mask that a trainer has replaced
     aggregator = Aggregator(layout, values)
     contributions = [
         {
@@ -261,44 +211,14 @@ def test_a_contribution_that_lacks_a_buffer_counts_the_values_it_has():
     ]  # fmt: skip
     actual = aggregate(aggregator, layout, contributions)
     assert {name: block.tolist() for name, block in actual.items()} == {
-        "w.block0": [3.0, 4.0], "mean.block0": [3.0, 3.0], "other.block0": [2.5, 3.5],
+        "w.block0": [3.0, 4.0], "mean.block0": [3.0, 3.0], "other.block0": [math.inf, 3.5],
         "lowest.block0": pytest.approx([0.1, 0.2]), "kept.block0": [0.0, 0.0],
     }  # fmt: skip
     assert aggregator.sum_of_squares(list(actual)) == 25.0
     aggregator.scale(0.5)
     gradient = aggregator.aggregate([])[0]
-    assert [gradient[layout.place[name].begin].item() for name in actual] == pytest.approx([1.5, 3.0, 2.5, 0.1, 0.0])
-
-
-def test_the_gradient_is_one_kept_buffer_and_padding_stays_zero():
-    aggregator, layout = make_aggregator(70, 70)
-    first, _ = aggregator.aggregate([{name: torch.ones(70) for name in layout.place}] * 2)
-    second, present = aggregator.aggregate([{"p1.block0": torch.full((70,), 5.0)}])
-    assert first.data_ptr() == second.data_ptr()
-    assert present == ("p1.block0",)
-    assert second[layout.place["p1.block0"].begin] == 5.0
-    padding = torch.ones(layout.num_elements, dtype=torch.bool)
-    for place in layout.places:
-        padding[place.begin : place.end] = False
-    assert not second[padding].any()
-
-
-SIZES = [PIECE - 3, 1, 65, PIECE, 130, PIECE + 1, 2 * PIECE, 7, 8]
-
-
-@pytest.mark.parametrize("num_contributions", [1, 3])
-def test_blocks_of_all_sizes_are_scaled_once(num_contributions):
-    aggregator, layout = make_aggregator(*SIZES)
-    names = list(layout.place)
-    for absent in (None, *names):
-        means = {}
-        for value, present in ((1.0, names), (3.0, [name for name in names if name != absent])):
-            parts = {name: torch.full((layout.place[name].block.num_elements,), value) for name in present}
-            assert list(aggregate(aggregator, layout, [parts] * num_contributions)) == present
-            means |= dict.fromkeys(present, average([{"": torch.tensor([value])}] * num_contributions)[""].item())
-        gradient, _ = aggregator.aggregate([])
-        for name, place in layout.place.items():  # the rest of an absent block is not scaled again
-            assert (gradient[place.begin : place.end] == means[name]).all(), name
+    firsts = [gradient[layout.place[name].begin].item() for name in actual]
+    assert firsts == pytest.approx([1.5, 3.0, math.inf, 0.1, 0.0])
 
 
 @settings(deadline=None)
@@ -323,57 +243,6 @@ def test_the_mean_is_summed_in_rank_order_in_float32(num_contributions, dtype, o
     assert all(torch.equal(a[n], b[n]) for a, b in zip(contributions, before, strict=True) for n in a)
 
 
-@given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=50), num_pservers=st.integers(1, 3))
-def test_the_coordinator_counts_the_padding_of_blocks_when_it_bounds_the_log(sizes, num_pservers):
-    parameters = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
-    plan = make_plan(parameters, num_pservers, min_block_size=10)
-    largest = max(ShardLayout(plan, index).num_elements for index in range(num_pservers))
-    interval = defaults(durability="log", max_log_bytes=1 << 20).checkpoint_interval(plan)
-    assert interval == (1 << 20) // (4 * largest + RECORD_BYTES)
-
-
-@given(
-    sizes=st.lists(st.integers(0, 500), max_size=6),
-    groups=st.lists(st.integers(0, 2), min_size=6, max_size=6),
-    dtypes=st.lists(st.sampled_from(PARAMETER_DTYPES), min_size=6, max_size=6),
-    num_pservers=st.integers(1, 5),
-    min_block_size=st.integers(1, 200),
-    placement=st.sampled_from(PLACEMENTS),
-)
-def test_every_element_keeps_its_place_in_its_window(sizes, groups, dtypes, num_pservers, min_block_size, placement):
-    parameters = [
-        ParameterSpec(f"p{i}", (size,), dtypes[i], groups[i]) for i, size in enumerate(sizes)
-    ]  # fmt: skip
-    plan = make_plan(parameters, num_pservers, min_block_size=min_block_size, placement=placement)
-    for pserver in range(num_pservers):
-        layout = ShardLayout(plan, pserver)
-        assert list(layout.place) == [block.name for block in plan.shards[pserver]]
-        assert set(layout.places) == set(layout.place.values())
-        at = 0
-        for place in layout.places:
-            block, parameter = place.block, plan.parameter[place.block.parameter]
-            assert (place.name, place.group, place.dtype) == (block.name, parameter.group, parameter.dtype)
-            assert place.end - place.begin == block.num_elements
-            # the flat tensor is tiled by whole windows
-            assert place.step_begin == at
-            assert place.step_begin % WINDOW == place.padded_end % WINDOW == 0
-            at = place.padded_end
-            # the block lies within its windows, each element where it lies in its parameter's window
-            assert place.begin % WINDOW == block.begin % WINDOW
-            assert place.step_begin <= place.begin < place.step_begin + WINDOW
-            assert place.padded_end == place.end + -place.end % WINDOW
-            # windows are stepped whole, but not beyond the parameter's end
-            stepped_to = place.step_end - place.begin + block.begin  # in elements of the parameter
-            assert stepped_to == min(block.end + -block.end % WINDOW, parameter.num_elements)
-        assert layout.num_elements == at
-    assert [p.group for p in layout.places] == sorted(p.group for p in layout.places)
-
-
-def test_a_parameter_without_gradients_is_searched_for_on_one_pserver() -> None:
-    plan = make_plan([ParameterSpec("w", (64,))], 2, min_block_size=32)
-    assert [AbsentGradients(ShardLayout(plan, pserver))._trained for pserver in (0, 1)] == [{"w.block0"}, set()]
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values())
 def test_one_bad_element_is_found_wherever_it_is_and_large_numbers_are_finite(dtype):
     largest = torch.finfo(dtype).max
@@ -390,3 +259,40 @@ def test_one_bad_element_is_found_wherever_it_is_and_large_numbers_are_finite(dt
     unaligned = torch.frombuffer(bytearray(b"\0" + data), dtype=dtype, offset=1, count=100)
     assert not is_finite(unaligned)
     assert is_finite(unaligned[:99])
+
+
+FLOATS = st.floats(width=32)  # NaN, infinities and what is below the normal numbers included
+
+
+def merged(pieces: list[list[float]]) -> Statistics:
+    return reduce(Statistics.merge, (describe_values(torch.tensor(piece), 7) for piece in pieces))
+
+
+@given(st.lists(st.lists(FLOATS, max_size=20), min_size=1, max_size=5))
+def test_pieces_make_the_whole(pieces: list[list[float]]) -> None:
+    found = Statistics.model_validate_json(merged(pieces).model_dump_json()).describe()
+    values = np.array([value for piece in pieces for value in piece], dtype=np.float64)
+    finite = values[np.isfinite(values)]
+    assert (found["num_elements"], found["num_zero"]) == (len(values), int((values == 0).sum()))
+    assert (found["num_nan"], found["num_infinite"]) == (int(np.isnan(values).sum()), int(np.isinf(values).sum()))
+    assert found["norm"] == pytest.approx(math.hypot(*finite), rel=1e-9)
+    if not len(finite):
+        assert found["minimum"] is found["maximum"] is found["mean"] is found["deviation"] is None
+        return
+    size = float(np.abs(finite).max())
+    assert (found["minimum"], found["maximum"]) == (finite.min(), finite.max())
+    assert found["mean"] == pytest.approx(finite.mean(), rel=1e-9, abs=1e-12 * size)
+    assert found["deviation"] == pytest.approx(finite.std(), rel=1e-6, abs=1e-7 * size)
+    inner = [end if end < 0 else begin for begin, end, _ in found["histogram"]]
+    assert inner == sorted(inner)
+    normal = [x if abs(x) >= 2**-126 else 0.0 for x in finite.tolist()]
+    powers = Counter(math.copysign(math.ldexp(1, math.frexp(x)[1] - 1), x) if x else 0.0 for x in normal)
+    assert dict(zip(inner, (count for *_, count in found["histogram"]), strict=True)) == powers
+
+
+def test_the_size_of_an_update() -> None:
+    before = torch.tensor([3.0, 4.0])
+    updated = describe_values(before + torch.tensor([0.3, 0.4]), 2, before)
+    assert updated.describe()["update_ratio"] == pytest.approx(0.1)
+    assert updated.merge(describe_values(before, 2)).describe()["update_ratio"] == pytest.approx(0.1)
+    assert describe_values(before, 2).describe()["update_ratio"] is None  # no update was observed

@@ -14,13 +14,12 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from ps_config.certificates import TlsFiles
+from ps_http2.client import Http2Transport
 from ps_protocol.errors import StaleRound
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
-from trainer_client.transport.exchange import make_bulk_client
 
 
 class Greeting(BaseModel):
@@ -154,7 +153,7 @@ def http2_client() -> httpx.AsyncClient:
 
 def trainer_client() -> httpx.AsyncClient:
     """Return the client with which trainers send tensors over HTTP/2."""
-    return make_bulk_client(TlsFiles(), None, http2=True)
+    return httpx.AsyncClient(transport=Http2Transport(), timeout=None, trust_env=False)
 
 
 class RawConnection:

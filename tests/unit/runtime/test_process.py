@@ -1,4 +1,4 @@
-"""A complete service process: signals, exit codes, the port that it reports, its logs and memory."""
+"""A complete service process: signals, exit codes, its logs and its memory."""
 
 from __future__ import annotations
 
@@ -46,22 +46,20 @@ run_service(main)
 
 
 @contextmanager
-def service(*arguments: str, **settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves on a socket of this one, and its address; or that tries to take a given port."""
+def service(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a process that serves on a socket of this one; yields it and its address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, descriptor = listening.getsockname()[1], listening.fileno()
-        environment = {f"GRADPOST_{name.upper()}": value for name, value in settings.items()}
         process = subprocess.Popen(
             [sys.executable, "-c", SERVICE, *arguments],
-            env={**os.environ, **({} if settings else {"GRADPOST_LISTEN_FD": str(descriptor)}), **environment},
+            env={**os.environ, "GRADPOST_LISTEN_FD": str(descriptor)},
             pass_fds=[descriptor],
             stderr=subprocess.PIPE,
             text=True,
         )
     address = f"http://127.0.0.1:{port}"
     try:
-        if not settings:
-            urlopen(f"{address}/healthz").close()  # accepted at once, and answered when it serves
+        urlopen(f"{address}/healthz").close()  # accepted at once, and answered when it serves
         yield process, address
     finally:
         process.kill()
@@ -91,16 +89,6 @@ def test_second_sigint_exits_at_once() -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=5) == 128 + signal.SIGINT
-
-
-def test_port_in_use_is_one_line_and_exit_code_1() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with service(port=str(port)) as (process, _):
-            _, logs = process.communicate(timeout=10)
-    (line,) = logs.splitlines()
-    assert json.loads(line)["event"].startswith(f"cannot listen on 127.0.0.1:{port}: another process listens there")
-    assert process.returncode == 1
 
 
 def test_bug_in_main_is_a_traceback_and_exit_code_1() -> None:

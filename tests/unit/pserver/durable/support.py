@@ -50,7 +50,7 @@ def plan_for(num_pservers: int, **options: object) -> SlicePlan:
 def install_for(plan: SlicePlan, durability: Durability = "log", run: str = "run1", **changes: object) -> InstallRun:
     values: dict[str, object] = {
         "run": run, "attempt": 0, "plan": plan.as_json, "incarnation": 1, "consistency": Consistency(),
-        "nonfinite": "reject", "round_timeout_seconds": 5.0, "durability": durability, "checkpoint_rounds": 4,
+        "nonfinite": "reject", "patience_seconds": 5.0, "durability": durability, "checkpoint_rounds": 4,
         "uploader": 0, "number": 1, "membership": Membership({0: 1}),
     }  # fmt: skip
     return InstallRun.model_validate({**values, **changes})

@@ -1,8 +1,7 @@
-"""The state folder of a pserver: its identity, its log, checkpoints that are missing or damaged, and disk errors."""
+"""The state folders of pservers: which one a process opens, its identity and log, and checkpoints that are damaged."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,18 @@ import pytest
 
 from ps_protocol.errors import StorageFailed
 from services.coordinator.restore import RecordFile
-from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
+from services.pserver.durable import snapshots
+from services.pserver.durable.disk import (
+    IDENTITY,
+    Disk,
+    FolderTaken,
+    StateFolder,
+    list_folders,
+    open_folder,
+    open_standby_folder,
+)
+from services.pserver.durable.storage import Restored
+from services.pserver.shard.history import History
 from services.runtime.checkpoints import MANIFEST, round_folder
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
@@ -57,17 +67,18 @@ def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
     assert (disk.index, disk.previous_incarnation, disk.held) == (0, 0, None)
 
 
-def test_an_identity_that_cannot_be_read_is_not_damaged(tmp_path):
+def test_a_restored_run_says_whether_the_machine_was_booted_since(tmp_path, monkeypatch):
     train(tmp_path, 2, (0,))
-    path = tmp_path / "state" / "pserver-0" / IDENTITY
-    path.rename(path.with_suffix(".whole"))
-    path.symlink_to("/proc/self/mem")  # reads of it are input/output errors
-    with pytest.raises(OSError, match="Input/output error"):
-        Disk(tmp_path / "state").open(0)
-    path.with_suffix(".whole").rename(path)
-    disk = Disk(tmp_path / "state")
-    disk.open(0)
-    assert disk.previous_incarnation == 1
+    disk = open_disk(tmp_path, 0)
+    assert not disk.held.has_rebooted
+    disk.close()
+    (tmp_path / "boot").write_text("another\n")
+    monkeypatch.setattr("services.runtime.storage.BOOT", tmp_path / "boot")
+    disk = open_disk(tmp_path, 0)
+    assert disk.held.has_rebooted
+    disk.write_incarnation(0, 2)
+    disk.close()
+    assert not open_disk(tmp_path, 0).held.has_rebooted
 
 
 def find(disk: Disk, newest: int, *, is_complete: bool = True, run: str = "run1") -> list[tuple[int, int]]:
@@ -92,18 +103,6 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
     storage, restored = disk.open_run(install_for(PLAN, restore=4, attempt=1, incarnation=2))
     assert (restored.round, restored.shard.digest()) == (4, digest_after(PLAN, 4))
     assert storage.find_restorable() == [(4, 4)]
-
-
-def test_a_folder_that_leads_to_the_round_needs_no_shared_storage(tmp_path, monkeypatch):
-    train(tmp_path, 6, (0, 4))
-    monkeypatch.setattr(Disk, "find_place", refuse)
-    disk = reopened(tmp_path)
-    assert find(disk, 5) == [(0, 6)]
-    storage, restored = disk.open_run(install_for(PLAN, restore=5, attempt=1, incarnation=2))
-    assert restored.round == 5
-    storage.close()
-    disk.folder.close()
-    assert open_disk(tmp_path, 0).held.rounds.applied == 5
 
 
 def test_damaged_checkpoints_are_no_way_back(tmp_path):
@@ -137,21 +136,15 @@ def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
     assert again.held.rounds.applied == 6
 
 
-@pytest.mark.parametrize("name", ["pserver-0-of-1.0-1.safetensors", MANIFEST])
-def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
-    train(tmp_path, 4, (0, 4))
-    flip(tmp_path / "shared" / round_folder("run1", 4) / name)
-    disk = Disk(tmp_path / "other", str(tmp_path / "shared"))
-    disk.write_incarnation(0, 1)
-    with pytest.raises(DamagedFile, match=rf"{name} in .* is damaged"):
-        disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
-
-
-def test_a_run_that_resumes_another_one_begins_its_chain_with_the_shard(tmp_path):
-    train(tmp_path, 6, (0, 4))
-    disk = reopened(tmp_path)
-    storage, restored = disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1", incarnation=2))
-    assert storage.newest_update == (4, restored.shard.digest())
+def test_a_copy_that_is_interrupted_leaves_no_run(tmp_path, monkeypatch):
+    train(tmp_path, 2, (0,))
+    disk = open_disk(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "write_file", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.begin_replica(install_for(PLAN), 0, memoryview(b""), Restored(new_shard(PLAN), History()))
+    disk.close()
+    assert open_disk(tmp_path, 0).held is None
 
 
 def test_a_folder_has_one_holder(tmp_path):
@@ -184,27 +177,100 @@ def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_pat
     assert again.held is None
 
 
-def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path, monkeypatch):
-    train(tmp_path, 2, (0,))
-    disk = reopened(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
-        with pytest.raises(OSError, match="Input/output error"):
-            disk.open_run(install_for(PLAN, run="run2"))
-    storage, _ = disk.open_run(install_for(PLAN, run="run2"))
-    assert list(disk.folder.log_path.iterdir()) == []
-    storage.close()
+def make_folder(state: Path, copy: int, incarnation: int, *, locked: bool = False) -> None:
+    folder = StateFolder(state, 0, copy)
+    folder.write_identity(incarnation, None)
+    if not locked:
+        folder.close()
 
 
-def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
-    train(tmp_path, 2, (0,))
-    disk = reopened(tmp_path)
-    with monkeypatch.context() as full:
-        full.setattr(disk.folder, "write_identity", refuse)
-        num_open = len(list(Path("/proc/self/fd").iterdir()))
-        for _ in range(5):
-            with pytest.raises(OSError, match="Input/output error"):
-                disk.open_run(install_for(PLAN, restore=2))
-        assert len(list(Path("/proc/self/fd").iterdir())) <= num_open + 1  # of the log
-    _, restored = disk.open_run(install_for(PLAN, restore=2))
-    assert restored.round == 2
+@pytest.mark.parametrize(
+    ("folders", "locked", "expected"),
+    [
+        ({}, [], 0),
+        ({0: 3, 1: 0}, [], 0),
+        ({0: 1, 1: 2, 2: 0}, [], 1),
+        ({0: 2, 1: 2}, [], 0),
+        ({1: 0}, [], 1),  # only the folder of a standby is left
+        ({2: 0, 10: 4}, [], 10),
+        ({0: 1, 1: 2}, [1], 0),  # the old leader restarts beside its successor
+        ({0: 1, 1: 0}, [1], 0),
+        ({1: 0}, [1], 0),  # the standby lives, and the pserver has lost its disk
+        ({0: 1, 1: 0}, [0], None),  # a second process of a living pserver does not take the folder of a standby
+        ({0: 1, 1: 2}, [0, 1], None),
+    ],
+)
+def test_a_pserver_opens_the_folder_with_the_newest_incarnation(
+    tmp_path: Path, folders: dict[int, int], locked: list[int], expected: int | None
+) -> None:
+    for copy, incarnation in folders.items():
+        make_folder(tmp_path, copy, incarnation, locked=copy in locked)
+    if expected is None:
+        with pytest.raises(FolderTaken):
+            open_folder(tmp_path, 0)
+        assert open_folder(tmp_path, None) is None
+        return
+    folder = open_folder(tmp_path, 0)
+    assert folder is not None
+    assert folder.path.name == ("pserver-0" if expected == 0 else f"pserver-0-{expected}")
+
+
+def test_a_pserver_whose_disk_is_lost_begins_beside_a_standby_in_its_first_folder(tmp_path: Path) -> None:
+    standby = StateFolder(tmp_path, 0)
+    standby.write_identity(0, install_for(plan_for(1)))
+    folder = open_folder(tmp_path, 0)
+    assert folder is not None
+    assert folder.path.name == "pserver-0-1"
+
+
+@pytest.mark.parametrize(
+    ("folders", "locked", "expected"),
+    [
+        ({}, [], 1),
+        ({0: 2}, [0], 1),
+        ({0: 2}, [], 1),  # the leader has just ended, and may restart
+        ({0: 3, 1: 0}, [], 1),
+        ({0: 2, 1: 0}, [0, 1], 2),
+        ({0: 1, 1: 2}, [1], 0),  # of an old leader
+        ({0: 1, 1: 2, 2: 0}, [1], 2),
+        ({0: 0}, [], 1),  # of a pserver that has not registered
+    ],
+)
+def test_a_standby_takes_the_oldest_folder_that_no_pserver_needs(
+    tmp_path: Path, folders: dict[int, int], locked: list[int], expected: int
+) -> None:
+    for copy, incarnation in folders.items():
+        make_folder(tmp_path, copy, incarnation, locked=copy in locked)
+    folder = open_standby_folder(tmp_path, 0, incarnation=2)
+    assert folder.path.name == ("pserver-0" if expected == 0 else f"pserver-0-{expected}")
+
+
+@pytest.mark.parametrize(
+    ("folders", "locked", "expected"),
+    [
+        ({0: 1, 1: 2}, [], True),
+        ({0: 1, 1: 2}, [1], False),
+        ({0: 2, 1: 0}, [], False),  # the pserver restarts with it
+        ({0: 1, 1: 1}, [], False),
+    ],
+)
+def test_a_standby_leads_again_with_a_free_folder_of_the_newest_incarnation(
+    tmp_path: Path, folders: dict[int, int], locked: list[int], expected: bool
+) -> None:
+    for copy, incarnation in folders.items():
+        make_folder(tmp_path, copy, incarnation, locked=copy in locked)
+    assert Disk(tmp_path, None).has_free_folder(0, incarnation=2) == expected
+    if expected:
+        StateFolder(tmp_path, 0, 1)  # it is not locked
+
+
+def test_a_folder_with_a_damaged_identity_is_not_taken(tmp_path: Path) -> None:
+    make_folder(tmp_path, 1, 0)
+    flip(tmp_path / "pserver-0-1" / IDENTITY)
+    assert open_standby_folder(tmp_path, 0, incarnation=2).path.name == "pserver-0-2"
+
+
+def test_other_names_are_no_folders(tmp_path: Path) -> None:
+    for name in ("pserver-x", "pserver-1-0", "pserver-1-2-3", "pserver-11", "pserver-1-2", "pserver-1"):
+        (tmp_path / name).mkdir()
+    assert list_folders(tmp_path) == [(1, 0), (1, 2), (11, 0)]

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.frames import encode_header
 from services.pserver.durable.records import MARK_BYTES, PREVIOUS_KEY, Ending, Record, append_record, read_records
 from services.pserver.shard.shard import Shard
-from services.pserver.shard.shard_state import ShardState, concatenate, reslice
+from services.pserver.shard.shard_state import ShardState, reslice
 
 from ..oracle import make_numbers
 from .support import GROUPS, SPEC, alter, gradients, new_shard, plan_for, step
@@ -47,14 +46,6 @@ def read(path: Path) -> tuple[list[bytes], Ending]:
 
 
 bodies = st.lists(st.binary(max_size=300), min_size=1, max_size=5)
-
-
-@given(bodies)
-@settings(max_examples=50)
-def test_records_are_read_as_they_were_written(tmp_path_factory, written):
-    path = tmp_path_factory.mktemp("log") / "log"
-    write(path, written)
-    assert read(path) == (written, Ending("clean", path.stat().st_size))
 
 
 @given(bodies, st.data())
@@ -139,16 +130,6 @@ def test_a_record_that_does_not_fit_ends_the_file_where_it_began(tmp_path, monke
     assert read(path)[1].kind == "clean"
 
 
-def test_a_file_that_is_cut_while_it_is_read_ends_there(tmp_path):
-    path = tmp_path / "log"
-    ends = write(path, [bytes(100_000)] * 3)
-    with path.open("rb") as file:
-        records = read_records(file.fileno(), MARK)
-        assert next(records).end == ends[1]
-        os.truncate(path, ends[1])
-        assert list(records) == [Ending("clean", ends[1])]
-
-
 def test_a_file_that_cannot_be_read_has_no_ending():
     with open("/proc/self/mem", "rb") as file, pytest.raises(OSError, match="Input/output error"):  # at 0 nothing is
         list(read_records(file.fileno(), MARK))
@@ -200,12 +181,3 @@ def test_values_slots_counts_and_buffers_are_the_same_on_other_pservers(
         take_step(shard, rounds + 1)
         take_step(other, rounds + 1)
         assert shard.digest() == other.digest()
-
-
-@pytest.mark.parametrize("num_pservers", [1, 3])
-def test_whole_parameters_are_put_together(num_pservers):
-    plan = plan_for(num_pservers)
-    states = [(index, shard.state) for index, shard in enumerate(trained(plan, 0))]
-    whole = concatenate(states, plan)
-    assert {name: tuple(t.shape) for name, t in whole.items()} == {"a": (130,), "b": (7, 9), "c": (1,)}
-    assert torch.equal(whole["b"], torch.arange(63).reshape(7, 9) / 64)

@@ -1,28 +1,37 @@
-"""A restored shard has the bits that it had, from the files that are left."""
+"""A restored shard has the bits that it had, from the files that are left; equal histories have equal chains."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ps_protocol.errors import Conflict, UpdatesGone
 from services.pserver.durable import snapshots, update_log
+from services.pserver.durable.log_reader import find_records, is_at_end
+from services.pserver.durable.records import Record, parse_records
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.shard.history import History
 from services.runtime import storage as storage_module
-from services.runtime.failpoints import arm_failpoints
 
+from ....soaking import examples
 from .support import (
     TWO_SHARDS,
     assert_restores,
     cut,
     flip,
     install_for,
-    new_shard,
     open_storage,
     refuse,
     reopen,
@@ -43,20 +52,6 @@ def test_any_round_since_the_oldest_snapshot_is_restored_bit_for_bit(tmp_path, r
         assert_restores(tmp_path, round_, newest=round_)
     assert reopen(tmp_path).restore(rounds + 1) is None
     assert reopen(tmp_path).find_restorable() == [(0, rounds)]
-
-
-@pytest.mark.parametrize("is_torn", [False, True])
-def test_the_log_goes_on_after_its_last_whole_record(tmp_path, is_torn):
-    train(tmp_path, 10)
-    if is_torn:
-        cut(segment(tmp_path, 8))
-    storage = reopen(tmp_path)
-    restored = storage.restore()
-    assert restored.round == (9 if is_torn else 10)
-    storage.resume(restored, storage._install)
-    for round_ in range(restored.round + 1, 13):
-        step(restored.shard, round_, storage)
-    assert_restores(tmp_path, 12)
 
 
 def test_damage_in_the_log_costs_only_the_rounds_of_its_segment(tmp_path):
@@ -129,16 +124,6 @@ def test_without_a_log_the_newest_snapshot_is_restored(tmp_path):
     assert sorted(storage.find_restorable(newest=4)) == [(0, 0), (8, 8)]
 
 
-def test_the_newest_snapshots_and_the_log_behind_them_are_kept(tmp_path):
-    train(tmp_path, 30, checkpoints=tuple(range(4, 30, 4)))
-    assert reopen(tmp_path).rounds == [28, 24, 20]  # as many as are kept, before the newest one was written
-    assert segment_bases(tmp_path) == [20, 24, 28]
-    assert reopen(tmp_path).find_restorable() == [(20, 30)]
-    assert assert_restores(tmp_path, 30).history.participants[30] == (0,)
-    flip(snapshot(tmp_path, 28))  # costs replay and no rounds
-    assert_restores(tmp_path, 30)
-
-
 def test_complete_checkpoints_are_kept_until_others_are_complete(tmp_path):
     storage, shard = train(tmp_path, 11)
     storage.complete = (4, 0)
@@ -149,18 +134,6 @@ def test_complete_checkpoints_are_kept_until_others_are_complete(tmp_path):
     assert reopen(tmp_path).find_restorable() == [(13, 15), (12, 12), (4, 4)]
 
 
-def test_a_snapshot_that_cannot_be_deleted_prevents_no_other(tmp_path, monkeypatch):
-    storage, shard = train(tmp_path, 11)
-    step(shard, 12, storage)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
-        storage.snapshot(shard, History())()
-    assert reopen(tmp_path).rounds == [12, 8, 4, 0]
-    step(shard, 13, storage)
-    storage.snapshot(shard, History())()
-    assert reopen(tmp_path).rounds == [13, 12, 8]
-
-
 def test_a_rollback_deletes_later_snapshots_and_half_written_ones(tmp_path):
     train(tmp_path, 11)
     half = tmp_path / "log-0" / f".{snapshot(tmp_path, 8).name}.12345678"
@@ -169,78 +142,6 @@ def test_a_rollback_deletes_later_snapshots_and_half_written_ones(tmp_path):
     storage.resume(storage.restore(6), storage._install.model_copy(update={"attempt": 1}))
     assert reopen(tmp_path).find_restorable() == [(0, 6)]
     assert not half.exists()
-
-
-def test_a_snapshot_that_was_written_during_a_rollback_is_passed_over(tmp_path):
-    train(tmp_path, 11)
-    late = snapshot(tmp_path, 8)
-    content = late.read_bytes()
-    storage = reopen(tmp_path)
-    install = storage._install.model_copy(update={"attempt": 1, "began": {1: 6}})
-    storage.resume(storage.restore(6), install)
-    storage.close()
-    late.write_bytes(content)
-    assert RunStorage(install, 0, late.parent).restore().round == 6
-
-
-def test_a_finished_run_keeps_its_last_snapshot_and_no_log(tmp_path):
-    storage, shard = train(tmp_path, 11)
-    storage.snapshot(shard, History())()
-    storage.finish()
-    [last] = (path for path in (tmp_path / "log-0").iterdir() if path.stat().st_size)
-    assert last == snapshot(tmp_path, 11)
-    assert_restores(tmp_path, 11)
-
-
-def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
-    storage, shard = train(tmp_path, 0)
-    files = set()
-    for round_ in range(1, 17):
-        step(shard, round_, storage)
-        if round_ % 2 == 0:
-            storage.snapshot(shard, History())()
-            files |= {path.stat().st_ino for path in (tmp_path / "log-0").glob("*.log")}
-    assert len(files) == 4  # three for the snapshots that are kept
-    step(shard, 17, storage)
-    assert segment(tmp_path, 16).stat().st_size > storage.log.num_bytes
-    assert_restores(tmp_path, 17)
-
-
-def test_a_segment_that_was_long_once_becomes_short_again(tmp_path):
-    storage, shard = train(tmp_path, 19, checkpoints=())
-    long = storage.log.num_bytes
-    for round_ in range(20, 26):
-        storage.snapshot(shard, History())()
-        step(shard, round_, storage)
-    assert max(path.stat().st_size for path in (tmp_path / "log-0").glob("*.log")) < long / 9
-
-
-def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_path):
-    log = UpdateLog(tmp_path, "log")
-    gradient = memoryview(bytes(100_000))
-
-    def append(first: int, last: int) -> None:
-        for round_ in range(first, last + 1):
-            log.append(LoggedUpdate(round_, (0,), [], None), [gradient])
-
-    log.begin_segment(0, "0" * 32)
-    append(1, 8)
-    log.begin_segment(8)
-    log.prune(8)
-    append(9, 9)
-    log.begin_segment(9)  # into the file of rounds 1 to 8
-    append(10, 10)
-    updates = UpdateLog(tmp_path, "log").read_after(8)
-    assert [next(updates)[0].round, next(updates)[0].round] == [9, 10]
-    log.begin_segment(10)
-    assert list(updates) == []
-    log.close()
-
-
-@pytest.fixture
-def arm() -> Iterator[Callable[[str], None]]:
-    yield arm_failpoints
-    arm_failpoints("")
 
 
 def failing_once(real: Callable[[int], None]) -> Callable[[int], None]:
@@ -278,37 +179,212 @@ def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatc
     assert_restores(tmp_path, 5)
 
 
-def test_an_error_while_a_log_file_is_closed_loses_nothing(tmp_path, monkeypatch):
-    storage, shard = train(tmp_path, 3)
-    real, failures = os.close, [OSError(errno.EIO, "Input/output error")]
-
-    def close(fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        real(fd)
-        if failures and path.endswith(".log"):
-            raise failures.pop()
-
-    monkeypatch.setattr(os, "close", close)
-    write = storage.snapshot(shard, History())
-    assert not failures
-    step(shard, 4, storage)
-    write()
-    assert_restores(tmp_path, 4)
+FIRST = "f" * 32
+KEPT = 2  # checkpoints
+Updates = tuple[int, ...]  # of rounds 1, 2, …
 
 
-def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
-    storage = open_storage(tmp_path, TWO_SHARDS)
-    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
-    with pytest.raises(OSError, match="Input/output error"):
-        storage.snapshot(new_shard(TWO_SHARDS), History())
+def write(log: UpdateLog, round_: int, number: int) -> None:
+    log.append(LoggedUpdate(round_, (0,), [], None), [struct.pack("<f", number) * (1 + number)])
 
 
-def test_half_a_snapshot_is_deleted(tmp_path, arm):
-    storage, shard = train(tmp_path, 3)
-    arm("checkpoint.rename=enospc")
-    with pytest.raises(OSError, match="No space left"):
-        storage.snapshot(shard, History())()
-    assert storage.rounds == [0]
-    assert [path.name for path in (tmp_path / "log-0").glob("*safetensors*")] == [snapshot(tmp_path, 0).name]
-    step(shard, 4, storage)
-    assert_restores(tmp_path, 4)
+def get_number(record: Record) -> int:
+    return int(struct.unpack_from("<f", record.data)[0])
+
+
+class Side:
+    """A log, with the updates that it should have and the chains that its checkpoints carry."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.updates: Updates = ()
+        self.checkpoints = {0: FIRST}
+        self.log = UpdateLog(folder, "log")
+        self.log.begin_segment(0, FIRST)
+
+    def tear(self) -> None:
+        """End the process while the newest update is written."""
+        segment, tail = self.log.positions[0], self.log.tail
+        assert segment is not None
+        assert tail is not None
+        before = sum(record.end - record.begin for _, record in self.log.read_after(len(self.updates) - 1))
+        os.truncate(segment.path, tail.end - before // 2)
+        self.updates = self.updates[:-1]
+
+    def restore(self, newest: int) -> None:
+        """Restore a round as `RunStorage` does, and continue after it."""
+        self.log.close()
+        self.log = UpdateLog(self.folder, "log")
+        self.checkpoints = {round_: chain for round_, chain in self.checkpoints.items() if round_ <= newest}
+        begin = max(self.checkpoints)
+        chain: str | None = self.checkpoints[begin]
+        found = []
+        for update, record in self.log.read_after(begin, chain):
+            if update.round > newest:
+                break
+            found.append(get_number(record))
+            chain = record.chain
+        assert tuple(found) == self.updates[begin:newest]
+        assert chain is not None
+        self.updates = self.updates[:newest]
+        self.log.resume(newest, chain)
+
+
+class Chains(RuleBasedStateMachine):
+    """Two logs with updates of a few kinds, so that their histories are often equal."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.sides = [Side(self.folder / name) for name in "ab"]
+        self.chains: dict[Updates, str] = {(): FIRST}
+
+    def teardown(self) -> None:
+        for side in self.sides:
+            side.log.close()
+        shutil.rmtree(self.folder)
+
+    @rule(which=st.sampled_from([(0,), (1,), (0, 1), (0, 1)]), numbers=st.lists(st.integers(0, 2), max_size=3))
+    def append(self, which: tuple[int, ...], numbers: list[int]) -> None:
+        for index in which:
+            side = self.sides[index]
+            for number in numbers:
+                side.updates = (*side.updates, number)
+                write(side.log, len(side.updates), number)
+                self.compare(side)
+
+    @rule(index=st.integers(0, 1))
+    def make_checkpoint(self, index: int) -> None:
+        side = self.sides[index]
+        side.log.begin_segment(len(side.updates))
+        side.checkpoints[len(side.updates)] = self.chains[side.updates]
+        self.compare(side)
+
+    @rule(index=st.integers(0, 1))
+    def prune(self, index: int) -> None:
+        side = self.sides[index]
+        side.checkpoints = dict(sorted(side.checkpoints.items())[-KEPT:])
+        side.log.prune(min(side.checkpoints))
+
+    @rule(index=st.integers(0, 1))
+    def restart(self, index: int) -> None:
+        self.sides[index].restore(len(self.sides[index].updates))
+
+    @rule(index=st.integers(0, 1))
+    def tear(self, index: int) -> None:
+        side = self.sides[index]
+        if side.log.num_bytes:
+            side.tear()
+            side.restore(len(side.updates))
+
+    @rule(index=st.integers(0, 1), back=st.integers(0, 8))
+    def roll_back(self, index: int, back: int) -> None:
+        side = self.sides[index]
+        side.restore(max(min(side.checkpoints), len(side.updates) - back))
+
+    @rule(index=st.integers(0, 1), back=st.integers(0, 8))
+    def read(self, index: int, back: int) -> None:
+        """Read as a follower with the other side's history up to a common round."""
+        side, other = self.sides[index], self.sides[1 - index]
+        after = max(0, min(len(side.updates), len(other.updates)) - back)
+        chain = self.chains[other.updates[:after]]
+        numbers: list[int] = []
+        try:
+            while not is_at_end(side.log, after + len(numbers), chain):
+                found = find_records(side.log, after + len(numbers), chain, lambda: max(side.checkpoints))
+                for record in parse_records(memoryview(found.read(found.begin, 10_000)), chain):
+                    numbers.append(get_number(record))
+                    chain = record.chain
+                found.close()
+        except Conflict:
+            assert side.updates[:after] != other.updates[:after]
+            return
+        except UpdatesGone:
+            assert after < min(side.checkpoints)
+            return
+        assert side.updates[:after] == other.updates[:after]
+        assert tuple(numbers) == side.updates[after:]
+        assert chain == self.chains[side.updates]
+
+    def compare(self, side: Side) -> None:
+        assert side.log.tail is not None
+        chain = side.log.tail.chain
+        assert self.chains.setdefault(side.updates, chain) == chain
+        assert len(set(self.chains.values())) == len(self.chains)
+
+    @precondition(lambda self: hasattr(self, "sides"))
+    @invariant()
+    def equal_histories_have_equal_chains(self) -> None:
+        for side in self.sides:
+            assert side.log.tail is not None
+            assert side.log.tail.round == len(side.updates)
+            self.compare(side)
+
+
+TestChains = Chains.TestCase
+TestChains.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+# ---------------------------------------------------------------------- of a run's storage
+
+
+def chains_after(folder: Path, rounds: int) -> list[str]:
+    """Return the chain after each round of a shard that is not interrupted, in one file."""
+    storage, shard = train(folder / "whole", 0)
+    found = [get_chain(storage)]
+    for round_ in range(1, rounds + 1):
+        step(shard, round_, storage)
+        found.append(get_chain(storage))
+    return found
+
+
+def get_chain(storage: RunStorage) -> str:
+    assert storage.newest_update is not None
+    return storage.newest_update[1]
+
+
+def test_snapshots_carry_the_chain_after_the_log_is_pruned(tmp_path: Path) -> None:
+    chains = chains_after(tmp_path, 30)
+    train(tmp_path, 30, checkpoints=tuple(range(4, 30, 4)))
+    assert segment_bases(tmp_path) == [20, 24, 28]
+    for round_ in range(20, 31):
+        assert assert_restores(tmp_path, round_, newest=round_).chain == chains[round_]
+
+
+def test_updates_of_another_history_are_not_replayed_onto_a_snapshot(tmp_path: Path) -> None:
+    train(tmp_path, 11)
+    other, shard = train(tmp_path / "other", 0)
+    other.append(LoggedUpdate(1, (7,), [], ()), [])  # steps nothing
+    shard.version = 1
+    for round_ in range(2, 9):
+        step(shard, round_, other)
+    other.snapshot(shard, History())()
+    snapshot(tmp_path, 8).unlink()
+    shutil.copy(snapshot(tmp_path / "other", 8), tmp_path / "log-0")
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert (restored.round, restored.chain, restored.is_short) == (8, get_chain(other), True)
+    assert reopen(tmp_path).restore(6) is not None
+
+
+def lose_a_file(folder: Path) -> None:
+    segment(folder, 8).unlink()
+
+
+def lose_a_file_and_a_record(folder: Path) -> None:
+    lose_a_file(folder)
+    flip(segment(folder, 4), 0.6)
+
+
+@pytest.mark.parametrize("accident", [lose_a_file, lose_a_file_and_a_record])
+def test_updates_behind_a_loss_are_restored_although_those_before_it_are_damaged(tmp_path: Path, accident: Any) -> None:
+    chains = chains_after(tmp_path, 9)
+    train(tmp_path, 11)
+    accident(tmp_path)
+    storage = reopen(tmp_path)
+    restored = storage.restore()
+    assert restored is not None
+    storage.resume(restored, storage._install)
+    assert storage.newest_update == (8, chains[8])
+    step(restored.shard, 9, storage)
+    assert assert_restores(tmp_path, 9).chain == chains[9]

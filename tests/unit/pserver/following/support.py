@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,6 @@ from services.pserver.app import make_pserver_app
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.following.follower import Follower
-from services.pserver.following.metrics import StandbyMetrics
-from services.pserver.following.promotion import Promotion
 from services.pserver.following.replica import Replica
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
@@ -57,18 +55,16 @@ class Standby:
         self.address = address
         self.registry = CollectorRegistry()
         self.compute = ComputeExecutor()
-        metrics = PserverMetrics(CollectorRegistry(), self.compute)
-        self.pserver = Pserver(self.compute, metrics, LIMITS, disk=Disk(folder))
-        self.follower = Follower(0, self.pserver, http, open_updates, self.compute, StandbyMetrics(self.registry))
-        self.promoted: list[PserverRegistered] = []
-        self.promotion = Promotion(
-            self.follower, self.pserver, http2=True, local=None, on_promoted=self.promoted.append
-        )
-        self.promotion.address = "http://standby:1"
+        disk, metrics = Disk(folder), PserverMetrics(self.registry, self.compute)
+        self.pserver = Pserver(self.compute, metrics, LIMITS, disk=disk)
+        self.pserver.address = "http://standby:1"
+        self.follower = self.pserver.follower = Follower(
+            0, self.pserver.instance, disk, http, open_updates, compute=self.compute, pool=self.pserver.pool,
+            metrics=metrics,
+        )  # fmt: skip
         self.task: asyncio.Task[Any] | None = None
         self.change: Change | None = None
         self.confirmed: list[Confirmation] = []
-        self.answers: list[Callable[[], Awaitable[int]]] = []  # each returns the status for the next confirmation
         self.failures: list[str] = []
         log_problem = self.follower._log_problem
 
@@ -78,10 +74,9 @@ class Standby:
 
         self.follower._log_problem = note_problem  # type: ignore[method-assign]
 
-    async def note_request(self, query: Mapping[str, str]) -> int:
-        """Note a request for updates. Returns the status of its answer; 0: the real one."""
+    def note_request(self, query: Mapping[str, str]) -> None:
+        """Note a request for updates, which confirms those before them."""
         self.confirmed.append(Confirmation(int(query["after"]), query["standby"]))
-        return await self.answers.pop(0)() if self.answers else 0
 
     def has_failed(self, text: str) -> bool:
         return any(text in failure for failure in self.failures)
@@ -107,7 +102,12 @@ class Standby:
 
     @property
     def replica(self) -> Replica:
-        return self.follower.run
+        return self.follower.require_replica()
+
+    def diverge(self) -> None:
+        """Pretend that the newest update of the replica is one that its leader does not have."""
+        positions = self.replica.storage.log.positions[1]
+        positions[-1] = positions[-1]._replace(chain="0" * 32)
 
     def count(self, what: str) -> int:
         return int(self.registry.get_sample_value(f"gradpost_replica_{what}_total") or 0)
@@ -123,7 +123,7 @@ class Standby:
         shard = self.b.run.shard
         assert self.replica.shard.digest() == shard.digest()
         assert self.replica.shard.digest_blocks() == shard.digest_blocks()
-        assert self.replica.history == self.b.run.schedule.copy_history()
+        assert self.replica.schedule.history == self.b.run.schedule.copy_history()
 
 
 @asynccontextmanager
@@ -131,9 +131,9 @@ async def promote(standby: Standby, incarnation: int = 2) -> AsyncIterator[Bench
     """Make a standby the pserver, without the knowledge of its leader, which may go on."""
     b, pserver = standby.b, standby.pserver
     fence = FenceStandby(run=b.install.run, attempt=0, incarnation=incarnation - 1)
-    request = await standby.promotion.fence(fence)
+    request = await pserver.fence(fence)
     assert request.held is not None
-    await standby.promotion.promote(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
+    await pserver.promote(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
     await standby.stop()
     changes = {"incarnation": incarnation, "restore": request.held.rounds.applied, "number": 3}
     install = b.install.model_copy(update=changes)
@@ -176,12 +176,9 @@ class Changer:
         self.gate: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == UPDATES:
-            query = dict(parse_qsl(scope["query_string"].decode()))
-            if status := await self.standby.note_request(query):
-                await send({"type": "http.response.start", "status": status, "headers": []})
-                await send({"type": "http.response.body", "body": b""})
-                return
+        query = dict(parse_qsl(scope["query_string"].decode()))
+        if scope["path"] == UPDATES and "standby" in query:
+            self.standby.note_request(query)
 
         async def changing_send(message: Message) -> None:
             change = self.standby.change

@@ -1,9 +1,8 @@
-"""A standby that is promoted has the bits of its leader, in memory and on its disk, and no file is read for it."""
+"""A promoted standby has the bits of its leader, in memory and on its disk; its reports decide when it leads again."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,18 @@ import pytest
 from starlette.types import Message, Scope
 
 from ps_protocol import routes
-from ps_protocol.errors import StaleRun
+from ps_protocol.errors import Conflict, Forbidden, GradpostError, StorageFailed, Unauthenticated
 from ps_protocol.membership import PserverRegistered
-from ps_protocol.standbys import FenceStandby
+from ps_protocol.routes import REGISTER_PSERVER
+from ps_protocol.standbys import FenceStandby, StandbyAnswer
+from services.pserver import registration
 from services.pserver.durable import disk, snapshots, storage, update_log
-from services.pserver.durable.disk import Disk
-from services.pserver.following import follower as following
-from services.pserver.following import leader as leading
+from services.pserver.durable.disk import Disk, StateFolder
+from services.pserver.registration import Registration
+from services.pserver.settings import PserverSettings
 
-from ..durable.support import cut
 from ..support import bench, failing, refused, until
-from ..test_replication import KINDS, play, play_and_write
+from ..test_replication import KINDS, play
 from .support import Standby, following_bench, promote
 
 FENCE = FenceStandby(run="run1", attempt=0, incarnation=1)
@@ -78,78 +78,6 @@ async def test_the_first_version_of_a_promoted_standby_is_pulled_whole(tmp_path:
             assert len(await other.get(0, 4, have=3)) < len(whole)
 
 
-@pytest.mark.parametrize("kind", ["clipped", "deltas"])
-@pytest.mark.parametrize("is_torn", [False, True])
-async def test_the_folder_of_a_standby_alone_restores_what_it_has_logged(
-    tmp_path: Path, kind: str, is_torn: bool
-) -> None:
-    options = {"nonfinite": "skip_round", **KINDS[kind]}
-    async with following_bench(tmp_path, **options) as (b, standby):
-        await play(b, 1, 3)
-        await standby.catch_up()
-        await play(b, 4, 7)
-        await standby.catch_up()
-        newest = standby.replica.round
-        if not is_torn:
-            digest = b.run.shard.digest()
-        [segment] = (standby.replica.storage.log.folder).glob("*.log")
-    shutil.rmtree(tmp_path / "pserver-0")
-    if is_torn:
-        cut(segment)
-    async with bench(2, state_dir=tmp_path, durability="log", **options) as again:
-        if is_torn:
-            assert again.run.shard.version == newest - 1
-        else:
-            assert (again.run.shard.version, again.run.shard.digest()) == (newest, digest)
-
-
-async def test_a_standby_writes_snapshots_and_keeps_its_log_short(tmp_path: Path) -> None:
-    async with following_bench(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as (b, standby):
-        await standby.catch_up()
-        for round_ in range(1, 8):
-            await play_and_write(b, round_, round_)
-            await standby.catch_up()
-            await standby.replica.writer.wait_for_writes()
-        assert standby.replica.storage.find_restorable() == [(4, 7)]
-        digest = b.run.shard.digest()
-    shutil.rmtree(tmp_path / "pserver-0")
-    async with bench(2, state_dir=tmp_path, durability="log") as again:
-        assert (again.run.shard.version, again.run.shard.digest()) == (7, digest)
-
-
-async def test_a_torn_copy_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with following_bench(tmp_path) as (b, standby):
-        await b.play_rounds(1, 2)
-        await standby.catch_up()
-        with monkeypatch.context() as patch:
-            patch.setattr(snapshots, "write_file", failing(OSError("No space left on device")))
-            standby.replica.chain = "0" * 32
-            standby.name_leader(incarnation=2)
-            b.run.installed = b.run.installed.model_copy(update={"incarnation": 2})
-            await until(lambda: standby.has_failed("cannot write its copy of pserver 0: No space left"))
-            assert standby.follower.replica is None
-            other = Disk(tmp_path / "other")
-            shutil.copytree(tmp_path / "pserver-0-1", tmp_path / "other" / "pserver-0")
-            other.open(0)
-            assert other.held is None
-            other.close()
-        await standby.catch_up()
-
-
-async def test_an_update_that_cannot_be_logged_is_logged_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with following_bench(tmp_path) as (b, standby):
-        await standby.catch_up()
-        replica = standby.replica
-        log = replica.storage.log
-        with monkeypatch.context() as patch:
-            patch.setattr(log, "append_frame", failing(OSError("No space left on device")))
-            await b.play_round(1)
-            await until(lambda: standby.has_failed("cannot log an update of pserver 0: No space left"))
-            assert (replica.round, log.tail.round) == (0, 0)
-        await standby.catch_up()
-        assert standby.replica is replica
-
-
 # ---------------------------------------------------------------------- the fence
 
 
@@ -169,35 +97,11 @@ async def test_a_fence_is_answered_once_all_that_was_confirmed_is_applied(
         monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the write blocks its thread only
         await b.play_rounds(1, 2)
         await until(lambda: standby.confirmed and standby.confirmed[-1].round == 2)
-        fence = asyncio.create_task(standby.promotion.fence(FENCE))
+        fence = asyncio.create_task(standby.pserver.fence(FENCE))
         await until(lambda: standby.follower.is_fenced)
         assert (fence.done(), standby.replica.round) == (False, 0)
         may_write.set()
         assert (await fence).held.rounds.applied == 2
-
-
-@pytest.mark.parametrize("how", ["hangs", "dies"])
-async def test_a_comparison_with_a_lost_leader_keeps_what_was_confirmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    monkeypatch.setattr(following, "COMPARED_UPDATES", 1)
-    comparing, may_end = asyncio.Event(), asyncio.Event()
-
-    async def read_digests(*_: Any) -> Any:
-        comparing.set()
-        await may_end.wait()
-        raise httpx.ReadError("the leader has died")
-
-    async with following_bench(tmp_path, durability="replicated") as (b, standby):
-        await standby.catch_up()
-        monkeypatch.setattr(leading.Leader, "read_digests", read_digests)
-        await b.play_round(1)
-        await comparing.wait()
-        await b.play_round(2)
-        await until(lambda: standby.confirmed[-1].round == 2)
-        if how == "dies":
-            may_end.set()
-        assert (await asyncio.wait_for(standby.promotion.fence(FENCE), 1)).held.rounds.applied == 2
 
 
 async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence_until_it_can(
@@ -219,9 +123,9 @@ async def test_a_standby_that_cannot_log_what_it_has_confirmed_refuses_the_fence
             is_confirmed.set()
             await until(lambda: sum("No space left" in failure for failure in standby.failures) > 2)
             assert [held.round for held in standby.confirmed].count(1) == 1  # not again before it has written one
-            late = await refused("not_ready", standby.promotion.fence(FENCE))
+            late = await refused("not_ready", standby.pserver.fence(FENCE))
             assert "lacks an update that it has confirmed" in str(late)
-        assert (await standby.promotion.fence(FENCE)).held.rounds.applied == 1
+        assert (await standby.pserver.fence(FENCE)).held.rounds.applied == 1
         lead_again(standby, 2)  # the leader has not died
         await standby.catch_up()
 
@@ -232,22 +136,22 @@ async def test_a_fenced_standby_confirms_and_applies_nothing_until_a_later_incar
         await b.play_rounds(1, 2)
         await standby.catch_up()
         await until(lambda: standby.confirmed and standby.confirmed[-1].round == 2)
-        request = await standby.promotion.fence(FENCE)
+        request = await standby.pserver.fence(FENCE)
         assert (request.instance, request.index, request.previous) == (standby.pserver.instance, 0, 1)
         assert request.held.rounds.applied == 2
         num_confirmed = len(standby.confirmed)
         await b.play_rounds(3, 4)
         await until(lambda: standby.has_failed("incarnation 1 of pserver 0 is fenced"))
         standby.name_leader()
-        assert await standby.promotion.fence(FENCE) == request
+        assert await standby.pserver.fence(FENCE) == request
         assert (standby.replica.round, len(standby.confirmed)) == (2, num_confirmed)
         lead_again(standby, 2)
         await standby.catch_up()
         await until(lambda: standby.confirmed[-1].round == 4)
         assert standby.count("copies") == 1
-        late = await refused("stale_pserver", standby.promotion.fence(FENCE))
+        late = await refused("stale_pserver", standby.pserver.fence(FENCE))
         assert late.facts["current"] == 2
-        await refused("stale_pserver", standby.promotion.promote(PROMOTED))
+        await refused("stale_pserver", standby.pserver.promote(PROMOTED))
 
 
 def lead_again(standby: Standby, incarnation: int) -> None:
@@ -271,53 +175,19 @@ async def test_a_replica_is_of_another_incarnation_once_its_stream_is_accepted(t
         standby.change = pretend
         lead_again(standby, 2)
         await until(lambda: standby.has_failed("the pserver has another incarnation now (expected 2; actual 3)"))
-        assert (await standby.promotion.fence(FENCE)).previous == 1
+        assert (await standby.pserver.fence(FENCE)).previous == 1
         is_refused = False
         await until(lambda: standby.replica.installed.incarnation == 2)
-        request = await standby.promotion.fence(FENCE.model_copy(update={"incarnation": 2}))
+        request = await standby.pserver.fence(FENCE.model_copy(update={"incarnation": 2}))
         assert request.previous == 2
-
-
-async def test_a_fenced_replica_without_the_updates_of_a_later_incarnation_is_copied_again(tmp_path: Path) -> None:
-    async with following_bench(tmp_path) as (b, standby):
-        await b.play_round(1)
-        await standby.catch_up()
-        await standby.promotion.fence(FENCE)
-        standby.replica.chain = "0" * 32  # of an update that the leader does not have
-        lead_again(standby, 2)
-        await until(lambda: standby.count("copies") == 2)
-        await standby.catch_up()
-
-
-async def test_a_fence_waits_for_the_update_that_may_be_confirmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.pserver.shard.shard.SMALL_ELEMENTS", 0)  # the compute thread applies updates
-    async with following_bench(tmp_path, durability="replicated") as (b, standby):
-        await standby.catch_up()
-        apply, go = standby.replica.apply, asyncio.Event()
-
-        async def apply_later(*arguments: Any) -> None:
-            await go.wait()
-            await apply(*arguments)
-
-        monkeypatch.setattr(standby.replica, "apply", apply_later)
-        await b.play_round(1)
-        await until(lambda: standby.confirmed and standby.confirmed[-1].round == 1)
-        fencing = asyncio.create_task(standby.promotion.fence(FENCE))
-        await asyncio.sleep(0)
-        assert not fencing.done()
-        go.set()
-        request = await fencing
-        assert request.held.rounds.applied == 1
 
 
 @pytest.mark.parametrize("change", [{"run": "run2"}, {"attempt": 1}])
 async def test_a_fence_of_another_run_changes_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await standby.catch_up()
-        await refused("not_ready", standby.promotion.fence(FENCE.model_copy(update=change)))
-        await refused("stale_pserver", standby.promotion.promote(PROMOTED))  # without a fence
+        await refused("not_ready", standby.pserver.fence(FENCE.model_copy(update=change)))
+        await refused("stale_pserver", standby.pserver.promote(PROMOTED))  # without a fence
         await b.play_round(1)
         await standby.catch_up()
         assert not standby.failures
@@ -325,21 +195,24 @@ async def test_a_fence_of_another_run_changes_nothing(tmp_path: Path, change: di
 
 async def test_a_standby_without_a_replica_cannot_be_fenced(tmp_path: Path) -> None:
     async with following_bench(tmp_path, initial=False) as (_, standby):
-        await refused("not_ready", standby.promotion.fence(FENCE))
-        await refused("not_ready", standby.promotion.promote(PROMOTED))
+        await refused("not_ready", standby.pserver.fence(FENCE))
+        await refused("not_ready", standby.pserver.promote(PROMOTED))
 
 
 async def test_a_promotion_is_repeated_without_effect(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_round(1)
         await standby.catch_up()
+        standby.name_leader(round=99)
+        assert standby.follower.lag.rounds == 98
         async with promote(standby) as other:
+            assert standby.follower.lag.rounds == 0  # for the metrics, which remain
             await other.play_round(2)
-            await standby.promotion.promote(PROMOTED)
-            assert standby.promoted == [PROMOTED]
+            await standby.pserver.promote(PROMOTED)
+            assert standby.pserver.promoted == PROMOTED
             await other.play_round(3)
-            await refused("stale_pserver", standby.promotion.promote(PROMOTED.model_copy(update={"incarnation": 3})))
-            await refused("stale_pserver", standby.promotion.fence(FENCE))
+            await refused("stale_pserver", standby.pserver.promote(PROMOTED.model_copy(update={"incarnation": 3})))
+            await refused("stale_pserver", standby.pserver.fence(FENCE))
             assert other.run.round == 3
 
 
@@ -347,70 +220,98 @@ async def test_a_promotion_that_meets_a_full_disk_is_repeated(tmp_path: Path, mo
     async with following_bench(tmp_path) as (b, standby):
         await b.play_round(1)
         await standby.catch_up()
-        request = await standby.promotion.fence(FENCE)
+        request = await standby.pserver.fence(FENCE)
         with monkeypatch.context() as patch:
             patch.setattr(disk, "write_file", failing(OSError("No space left on device")))
-            await refused("storage_failed", standby.promotion.promote(PROMOTED))
-        assert (await standby.promotion.fence(FENCE), standby.follower.is_released) == (request, False)
+            await refused("storage_failed", standby.pserver.promote(PROMOTED))
+        assert (await standby.pserver.fence(FENCE), standby.follower.is_released) == (request, False)
         async with promote(standby) as other:
             assert (other.run.round, standby.pserver.disk.previous_incarnation) == (1, 2)
             await other.play_round(2)
 
 
-async def test_a_promoted_standby_goes_back_to_the_rounds_of_its_own_files(tmp_path: Path) -> None:
-    async with following_bench(tmp_path) as (b, standby):
-        await b.play_rounds(1, 2)
-        digest = b.run.shard.digest()
-        await standby.catch_up()
-        await b.play_rounds(3, 6)
-        await standby.catch_up()
-        await standby.promotion.fence(FENCE)
-        await standby.promotion.promote(PROMOTED)
-        await standby.stop()
-        pserver = standby.pserver
-        [(first, last)] = await pserver.find_restorable("run1", 2)  # from the copy and the log
-        assert (first <= 2, last) == (True, 6)
-        install = b.install.model_copy(update={"incarnation": 2, "restore": 2, "attempt": 1, "number": 5})
-        await pserver.install_run(install)
-        assert (pserver.run.shard.version, pserver.run.shard.digest()) == (2, digest)
-        await pserver.run.close(StaleRun("the test is over"))
-
-
 # ---------------------------------------------------------------------- confirmations
 
 
-async def test_a_confirmation_that_fails_is_sent_again(tmp_path: Path) -> None:
-    async with following_bench(tmp_path, durability="replicated") as (_, standby):
-
-        async def fail() -> int:
-            return 503
-
-        standby.answers += [fail, fail]
-        await until(lambda: len(standby.confirmed) == 3)
+LEASE = 0.2
+LOST: dict[str, Any] = {"incarnation": 2}
 
 
-async def test_a_fence_ends_the_stream_and_the_repetition_of_a_confirmation(tmp_path: Path) -> None:
-    async with following_bench(tmp_path, durability="replicated") as (_, standby):
-        go = asyncio.Event()
+async def report(folder: Path, *answers: dict[str, Any] | GradpostError) -> tuple[bool, int]:
+    """Send reports, which get these answers in turn, for 2 s. Returns whether the standby leads again, and its code."""
+    num_reports, stop, leads = 0, asyncio.Event(), asyncio.Event()
 
-        async def fail_later() -> int:
-            await go.wait()
-            return 503
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_reports
+        if request.url.path == REGISTER_PSERVER:
+            leads.set()
+            stop.set()
+            return httpx.Response(503)
+        num_reports += 1
+        fields = answers[(num_reports - 1) % len(answers)]
+        if isinstance(fields, GradpostError):
+            return httpx.Response(400, json=fields.to_problem())
+        return httpx.Response(200, content=StandbyAnswer(lease_seconds=LEASE, **fields).model_dump_json())
 
-        standby.answers.append(fail_later)
-        await until(lambda: standby.confirmed)
-        await standby.promotion.fence(FENCE)
-        go.set()
-        await until(lambda: standby.has_failed("incarnation 1 of pserver 0 is fenced"))  # later than the repetition
-        assert len(standby.confirmed) == 1
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        standby = Standby(None, "", http, folder)  # type: ignore[arg-type]
+        own = Registration(
+            standby.pserver, PserverSettings(state_dir=folder, follow=0), http, lambda _: standby.follower
+        )
+        begun = asyncio.get_running_loop().time()
+        task = asyncio.create_task(own.run(stop))
+        await asyncio.wait({task}, timeout=2)
+        if leads.is_set():
+            assert asyncio.get_running_loop().time() - begun > LEASE + registration.FAIL_OVER_SECONDS
+            assert standby.pserver.instance != standby.follower.instance
+        stop.set()
+        await task
+        await standby.close()
+    return leads.is_set(), own.exit_code
 
 
-async def test_a_standby_can_be_stopped_while_an_update_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with following_bench(tmp_path) as (b, standby):
-        await standby.catch_up()
-        with monkeypatch.context() as patch:
-            patch.setattr(standby.replica, "apply", failing(MemoryError()))
-            await b.play_round(1)
-            await until(lambda: standby.follower.replica is None)
-        async with asyncio.timeout(5):
-            await standby.stop()
+@pytest.mark.parametrize(
+    ("incarnation", "locked", "answers", "leads"),
+    [
+        (2, False, [LOST], True),
+        (1, False, [LOST], False),  # of an earlier leader
+        (2, True, [LOST], False),  # its process lives
+        (2, False, [{}], False),  # the pserver lives, or was never promoted
+        (2, False, [LOST, {}], False),
+        (2, False, [LOST, {"leader": "http://pserver:1", "incarnation": 2}], False),
+    ],
+)
+async def test_which_standby_leads_again(
+    tmp_path: Path,
+    incarnation: int,
+    locked: bool,
+    answers: list[dict[str, Any]],
+    leads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "FAIL_OVER_SECONDS", 0.2)
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 0.05)
+    StateFolder(tmp_path, 0).close()
+    folder = StateFolder(tmp_path, 0, 1)
+    folder.write_identity(incarnation, None)
+    if not locked:
+        folder.close()
+    assert await report(tmp_path, *answers) == (leads, 0)
+
+
+@pytest.mark.parametrize(
+    ("patience", "error", "exit_code"),
+    [
+        (1.0, Unauthenticated("no valid token"), 0),  # a new token reached the coordinator first
+        (0.3, Unauthenticated("no valid token"), 1),
+        (0.3, Forbidden("the scope is too narrow"), 1),
+        (1.0, StorageFailed("the disk of the coordinator is full"), 0),
+        (1.0, Conflict("there is no such pserver", code="world_mismatch"), 1),
+    ],
+)
+async def test_which_answers_end_a_standby(
+    tmp_path: Path, patience: float, error: GradpostError, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "TOKEN_WAIT_SECONDS", patience)
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 0.1)
+    assert (await report(tmp_path, {}, *[error] * 8))[1] == exit_code
