@@ -18,9 +18,9 @@ from ps_protocol import errors
 from ps_protocol.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from trainer_client import GradScaler, ParameterClient, RemoteOptimizer, Session, connect, wrap_optimizers
+    from trainer_client import RemoteOptimizer, Session, connect, wrap_optimizers
 
-__all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect", "wrap_optimizers"]
+__all__ = ["RemoteOptimizer", "Session", "connect", "wrap_optimizers"]
 _LAZY = frozenset(__all__)
 __all__ += errors.__all__
 

@@ -1,38 +1,36 @@
-"""`gradpost checkpoint`: create, list and restore checkpoints."""
+"""`gradpost checkpoint`: create, restore, list and export checkpoints. Only an export imports torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ps_config.environment import find_setting
-from ps_protocol.errors import NotFound
+from ps_protocol.errors import NotFound, UnsupportedFormat
 from ps_protocol.messages import CheckpointCreated
-from ps_protocol.vocabulary import Round
-from services.runtime.checkpoints import all_checkpoints
-from services.runtime.storage import open_checkpoint_storage
+from ps_protocol.vocabulary import PserverIndex, Round
+from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
+from services.runtime.logs import configure_logs
+from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 from trainer_client.client.inspection import ClusterView
 
-from .output import Column, CommandError, count, print_json, print_line, print_table
+from .connection import asking, print_answer
+from .output import EXIT_FAILED, CommandError, count, print_json, print_line, print_rows, whole_file
 from .state_folder import named_root, newest_folder
-from .status import asking, print_answer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from services.pserver.shard.shard_state import ShardState
 
 
 def default_place() -> str:
     """Return the place that is set, else the one in the state folder, else the one of the newest `up`."""
-    return find_setting("checkpoints") or str(_default_folder() / "checkpoints")
-
-
-def find_state_dir(place_url: str | None) -> Path | None:
-    """Return the state folder of the services that write to a place, by default `up`'s; None if it is elsewhere."""
-    folder = _default_folder() if place_url is None else Path(place_url).parent
-    return folder if (folder / "coordinator.json").exists() else None
-
-
-def _default_folder() -> Path:
     root = named_root()
     newest = newest_folder(root)
-    return root if newest is None or (root / "checkpoints").is_dir() else newest
+    folder = root if newest is None or (root / "checkpoints").is_dir() else newest
+    return find_setting("checkpoints") or str(folder / "checkpoints")
 
 
 def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:
@@ -67,22 +65,26 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
     if place_url is None and (coordinator or (find_setting("coordinator") and find_setting("checkpoints") is None)):
         with asking(coordinator, token_file) as view:
             found = view.checkpoints()
-        rows: list[tuple[str, ...]] = [(one.run, f"{one.round:,}", one.place) for one in found]
-        columns, where = [Column("run"), Column("round", "right"), Column("place")], "of the run that trains"
+        rows, where = [dict(one) for one in found], "of the run that trains"
     else:
         place_url = place_url or default_place()
         manifests = all_checkpoints(open_checkpoint_storage(place_url), pass_over)
         found = [CheckpointCreated(run=m.run, round=m.round, place=place_url) for m in manifests]
         rows = [
-            (m.run, f"{m.round:,}", m.created, str(len(m.shards)), count(sum(s.num_bytes for s in m.shards), "byte"))
-            for m in manifests
+            {
+                "run": manifest.run,
+                "round": manifest.round,
+                "created": manifest.created,
+                "pservers": len(manifest.shards),
+                "bytes": sum(shard.num_bytes for shard in manifest.shards),
+            }
+            for manifest in manifests
         ]
-        sizes = [Column(title, "right") for title in ("pservers", "size")]
-        columns, where = [Column("run"), Column("round", "right"), Column("created"), *sizes], f"in {place_url}"
+        where = f"in {place_url}"
     if as_json:
         print_json([one.model_dump() for one in found])
     elif rows:
-        print_table(columns, rows)
+        print_rows(rows)
     else:
         print_line(f"there is no complete checkpoint {where}")
 
@@ -90,3 +92,63 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
 def pass_over(run: str, round_: Round, error: Exception) -> None:
     """Print that a checkpoint cannot be read."""
     print_line(f"skipping round {round_:,} of run {run}: {error}")
+
+
+def export_model(target: Path, place_url: str | None, run: str | None, round_: int | None) -> None:
+    """Write whole tensors, buffers and tied names of a checkpoint, by default the newest, into a safetensors file.
+
+    Unreadable checkpoints are skipped with a line on stdout. Raises CommandError if there is no other.
+    """
+    configure_logs("export", level="error")
+    place = open_checkpoint_storage(place_url or default_place())
+    manifests = all_checkpoints(place, pass_over)
+    wanted = [one for one in manifests if run in (None, one.run) and round_ in (None, one.round)]
+    for manifest in wanted:
+        try:
+            _write(target, place, manifest)
+            return
+        except (OSError, UnsupportedFormat) as error:
+            pass_over(manifest.run, manifest.round, error)
+    what = ("" if round_ is None else f" of round {round_:,}") + ("" if run is None else f" of run {run}")
+    others = [f"{one.round:,} of run {one.run}" for one in manifests if one not in wanted]
+    there = f"Choose one of rounds {', '.join(others)}" if others else "Give another location with --checkpoints"
+    raise CommandError(f"there is no complete checkpoint{what} in {place.url}. {there}", exit_code=EXIT_FAILED)
+
+
+def read_model(place: CheckpointStorage, manifest: Manifest) -> dict[str, Tensor]:
+    """Return tensors by their names in the model's state_dict, in their own dtypes and shapes. Raises DamagedFile."""
+    import torch
+
+    from ps_protocol.encodings import TORCH_DTYPES
+    from services.pserver.shard.shard_state import ShardState, concatenate
+
+    plan, stored = manifest.plan, dict[str, bytes]()
+
+    def read_shards() -> Iterator[tuple[PserverIndex, ShardState]]:
+        for file in manifest.shards:  # one after another, since they may be large
+            shard = ShardState.decode(read_shard_file(place, manifest.run, file))[0]
+            stored.update(shard.buffers)
+            yield file.pserver, shard
+
+    values = concatenate(read_shards(), plan)
+    tensors = {name: value.to(TORCH_DTYPES[plan.parameter[name].dtype]) for name, value in values.items()}
+    for spec in plan.buffers:
+        dtype, data = TORCH_DTYPES[spec.dtype], bytearray(stored[spec.name])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        tensors[spec.name] = flat.reshape(spec.shape)
+    # safetensors cannot share storage, so a tied name gets a copy; load_state_dict ties it again.
+    return tensors | {alias: tensors[name].clone() for alias, name in manifest.aliases.items()}
+
+
+def _write(target: Path, place: CheckpointStorage, manifest: Manifest) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors, metadata = read_model(place, manifest), {"format": "pt", "run": manifest.run, "round": str(manifest.round)}
+    try:
+        with whole_file(target) as partial:
+            save_file(tensors, partial, metadata)
+    except SafetensorError as error:
+        raise CommandError(f"{target} cannot be written: {error}", exit_code=EXIT_FAILED) from None
+    what = f"{count(len(tensors), 'tensor')} of round {manifest.round:,} of run {manifest.run}"
+    print_line(f"{target}: {what}, {count(target.stat().st_size, 'byte')}")

@@ -6,7 +6,7 @@ Each waits until every pserver has the change, and prints the round from which i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
@@ -15,9 +15,6 @@ from ps_protocol.routes import EVICT, FROZEN, PAUSE, RATE, RESUME, STOP
 
 from .options import Coordinator, Json, ParameterName, TokenPath
 from .output import CommandError, print_line
-
-if TYPE_CHECKING:
-    from trainer_client.client.inspection import ClusterView
 
 app = typer.Typer()
 
@@ -114,13 +111,17 @@ def _change_run(
     message: dict[str, Any] | None = None,
     since: Literal["from round", "after round"] = "from round",
 ) -> None:
-    from .status import print_answer
-
-    def change(view: ClusterView) -> dict[str, Any]:
-        return view.change_run(method, path, message)
+    from .connection import print_answer
 
     def show(done: dict[str, Any]) -> None:
         end = " on" if since == "from round" else ""
         print_line(f"run {done['run']} {outcome} {since} {done['round']:,}{end}")
 
-    print_answer(coordinator, token_file, change, show, as_json=as_json, scope="admin")
+    print_answer(
+        coordinator,
+        token_file,
+        lambda view: view.change_run(method, path, message),
+        show,
+        as_json=as_json,
+        scope="admin",
+    )

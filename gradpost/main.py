@@ -7,6 +7,7 @@ SettingsError end a command with one line on stderr (see `output`); `--json` pri
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +23,6 @@ from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS, Placement
 from .control import app as control_app
 from .options import Coordinator, Json, SettingsCommand, TokenPath, complete_parameter
 from .output import CommandError, exit_with
-from .tracking.commands import app as tracking_app
 
 app = typer.Typer(
     name="gradpost",
@@ -32,11 +32,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def gradpost() -> None:
-    """Make typer keep the commands' names even if there is only one."""
 
 
 @app.command()
@@ -134,9 +129,6 @@ def up(
         int | None,
         typer.Option(metavar="N", help="The port of the dashboard; 0: any [default: 7070 if it is free, else 0]."),
     ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the services and the dashboard up after the run, until Ctrl-C.")
-    ] = False,
     whole: Annotated[
         bool,
         typer.Option("--whole", help="Keep each parameter whole, on one pserver.", rich_help_panel="Slice plan"),
@@ -175,14 +167,13 @@ def up(
     finish the run.
     """
     from .up import run_up
-    from .up.local_run import UpOptions
+    from .up.run import UpOptions
 
     settings = {**ctx.obj, **({} if port is None else {"port": port}), **({"slice_parameters": False} if whole else {})}
     options = UpOptions(
         max_restarts=max_restarts,
         standbys=standbys,
         run_name=run_name,
-        keep=keep,
         verbose=verbose,
         as_json=as_json,
     )
@@ -201,7 +192,7 @@ def dashboard(
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port; 0: any.")] = 7080,
 ) -> None:
     """Show the runs that have ended, with their curves, in a browser without a cluster, until Ctrl-C."""
-    from .dashboard import show_dashboard
+    from .show import show_dashboard
 
     show_dashboard(state_dir, host, port)
 
@@ -268,17 +259,12 @@ def export(
 ) -> None:
     """Write the model for `safetensors.torch.load_file`: whole tensors, buffers and tied names.
 
-    The model is that of the newest complete checkpoint, or of a later round if the run has stopped and its pservers'
-    folders are beside the checkpoints. It needs no service. To export the current model of a run that trains:
+    The model is that of a complete checkpoint. It needs no service. To export the current model of a run that trains:
     gradpost params -o MODEL.safetensors
     """
-    from services.runtime.logs import configure_logs
+    from .checkpoint import export_model
 
-    from .checkpoint import default_place, find_state_dir
-    from .export import export_model
-
-    configure_logs("export", level="error")
-    export_model(file, checkpoints or default_place(), run, round_, find_state_dir(checkpoints))
+    export_model(file, checkpoints, run, round_)
 
 
 @app.command()
@@ -288,11 +274,9 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the members of the run, their rounds, and the members that it waits for."""
-    from trainer_client.client.inspection import ClusterView
+    from .show import show_status
 
-    from .status import print_answer, print_status
-
-    print_answer(coordinator, token_file, ClusterView.status, print_status, as_json=as_json)
+    show_status(coordinator, token_file, as_json=as_json)
 
 
 @app.command()
@@ -317,7 +301,7 @@ def params(
     as_json: Json = False,
 ) -> None:
     """List the parameters of the run that trains, show one with a histogram, or download one or all."""
-    from .params import show_parameters
+    from .show import show_parameters
 
     show_parameters(coordinator, token_file, name, output, as_json=as_json)
 
@@ -333,13 +317,59 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
     """Show events: changes of membership, checkpoints, rollbacks, and actions of administrators."""
-    from .status import show_events
+    from .show import show_events
 
     show_events(coordinator, token_file, follow=follow, as_json=as_json)
 
 
 app.add_typer(control_app)
-app.add_typer(tracking_app)
+
+
+@app.command()
+def tensorboard(
+    logdir: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to, in a subfolder for the run.")],
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Write the trainers' results for TensorBoard, until the run is over or Ctrl-C."""
+    from .track import EventFiles, track_run
+
+    place = f"{logdir}; to see it: tensorboard --logdir {logdir}"
+    track_run(coordinator, token_file, "tensorboard", place, partial(EventFiles, logdir))
+
+
+@app.command()
+def mlflow(
+    tracking_uri: Annotated[
+        str, typer.Option(metavar="URI", envvar="MLFLOW_TRACKING_URI", help="A folder, or the address of a server.")
+    ] = "mlruns",
+    experiment: Annotated[
+        str, typer.Option(metavar="NAME", envvar="MLFLOW_EXPERIMENT_NAME", help="The experiment of MLflow.")
+    ] = "gradpost",
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Log the trainers' results with MLflow, until the run is over or Ctrl-C."""
+    from .track import MlflowRun, track_run
+
+    track_run(coordinator, token_file, "mlflow", tracking_uri, partial(MlflowRun, tracking_uri, experiment))
+
+
+@app.command()
+def wandb(
+    project: Annotated[
+        str, typer.Option(metavar="NAME", envvar="WANDB_PROJECT", help="The project of W&B.")
+    ] = "gradpost",
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Log the trainers' results with W&B, until the run is over or Ctrl-C.
+
+    With WANDB_MODE=offline it writes files for `wandb sync`, and needs neither a network nor an account.
+    """
+    from .track import WandbRun, track_run
+
+    track_run(coordinator, token_file, "wandb", f"project {project} of W&B", partial(WandbRun, project))
 
 
 token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)
@@ -386,9 +416,9 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for a warning, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, its settings and the cluster, with advice for each problem; exit with 1 if one is broken.
+    """Check the settings, the token and the services, with advice for each problem; exit with 1 if one is broken.
 
-    Run it on the machine of a trainer or a service.
+    Run it on the machine of a trainer.
     """
     from .doctor import show_checks
 

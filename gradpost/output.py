@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from ps_config.environment import SettingsError
 from ps_protocol.errors import BadInput, GradpostError
@@ -39,14 +38,6 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table; numbers are aligned to the right."""
-
-    title: str
-    justify: Literal["left", "right"] = "left"
-
-
 def print_json(value: Any) -> None:
     """Print one JSON document in ASCII, with members in the order of the schema."""
     print(json.dumps(value, indent=2, allow_nan=False))
@@ -57,29 +48,32 @@ def print_line(text: str = "", *, flush: bool = False) -> None:
     print(printable(text), flush=flush)
 
 
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn to the width of a terminal, or as plain text of any width to a file or pipe."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_rows(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table and an empty line, or nothing without rows. Numbers are aligned to the right.
 
-    console, cells = Console(), [[printable(cell) for cell in row] for row in rows]
-    if not console.is_terminal:
-        lines = [[column.title for column in columns], *cells]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        places = [(width, {"left": "<", "right": ">"}[c.justify]) for width, c in zip(widths, columns, strict=True)]
-        for line in lines:
-            padded = (f"{cell:{side}{width}}" for cell, (width, side) in zip(line, places, strict=True))
-            print("  ".join(padded).rstrip())
-        print()
+    >>> print_rows([{"pserver": 0, "bytes": 1000}, {"pserver": 10, "bytes": 8}])
+    pserver  bytes
+          0  1,000
+         10      8
+    <BLANKLINE>
+    """
+    if not rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.title, justify=column.justify, overflow="fold", no_wrap=column.justify == "right")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    lines = [""] * (len(rows) + 1)
+    for title in rows[0]:
+        values = [row[title] for row in rows]
+        cells = [title, *map(_format, values)]
+        side = ">" if all(isinstance(value, int | float) for value in values) else "<"
+        width = max(map(len, cells))
+        lines = [f"{line}  {cell:{side}{width}}" for line, cell in zip(lines, cells, strict=True)]
+    for line in [*lines, ""]:
+        print(line[2:].rstrip())
+
+
+def _format(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
 
 
 @contextmanager

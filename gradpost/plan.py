@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.errors import BadInput
-from ps_protocol.frames import LENGTH_BYTES, FrameLimits, TensorEntry, parse_header, parse_length
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec, Placement
 
-from .output import Column, CommandError, count, print_json, print_line, print_table
-
-# The reference parser of safetensors has the same limit of the header's size.
-FILE_LIMITS = FrameLimits(max_header_bytes=100_000_000, max_tensors=1_000_000)
+from .output import CommandError, count, print_json, print_line, print_rows
 
 _PARAM = re.compile(r"(?P<name>.+?):(?P<shape>(?:[0-9]+(?:x[0-9]+)*)?)(?::(?P<dtype>[A-Za-z0-9_]+))?", re.DOTALL)
 
@@ -36,8 +29,8 @@ def show_plan(
     if file is None and not params:
         raise CommandError("there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both")
     tensors = [] if file is None else read_tensors(file)
-    parameters = [ParameterSpec(t.name, t.shape, t.dtype) for t in tensors if t.dtype in PARAMETER_DTYPES]
-    buffers = [(t.name, t.shape, t.dtype) for t in tensors if t.dtype not in PARAMETER_DTYPES]
+    parameters = [ParameterSpec(*tensor) for tensor in tensors if tensor[2] in PARAMETER_DTYPES]
+    buffers = [tensor for tensor in tensors if tensor[2] not in PARAMETER_DTYPES]
     plan = make_plan(
         [*parameters, *map(parse_param, params)],
         num_pservers,
@@ -70,24 +63,19 @@ def parse_param(text: str) -> ParameterSpec:
     return ParameterSpec(name, tuple(map(int, sizes)), dtype or "F32")
 
 
-def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
-    """Return the tensors in a safetensors file's header, in the order of their data.
+def read_tensors(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return name, shape and dtype of the tensors in a safetensors file, in the order of their data.
 
     Raises CommandError if the file cannot be read, is not a safetensors file, or is truncated.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with path.open("rb") as file:
-            data_begin = parse_length(file.read(LENGTH_BYTES), FILE_LIMITS)
-            frame = parse_header(file.read(data_begin - LENGTH_BYTES), FILE_LIMITS)
-            status = os.fstat(file.fileno())
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from None
-    except BadInput as error:
-        raise CommandError(f"{path} is not a safetensors file: {error}") from None
-    num_bytes = data_begin + frame.data_bytes
-    if stat.S_ISREG(status.st_mode) and status.st_size != num_bytes:  # a pipe has no size
-        raise CommandError(f"{path} is damaged: expected {num_bytes} bytes, found {status.st_size}")
-    return frame.tensors
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            return [(name, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()]
+    except (OSError, SafetensorError) as error:
+        raise CommandError(f"cannot read {path}: {error}") from None
 
 
 def held_bytes(plan: SlicePlan) -> list[int]:
@@ -116,29 +104,25 @@ def plan_to_json(plan: SlicePlan) -> dict[str, Any]:
 
 
 def _print_tables(plan: SlicePlan) -> None:
-    print_table(
-        [Column("block"), *(Column(title, "right") for title in ("begin", "end", "bytes", "pserver"))],
-        [(b.name, f"{b.begin:,}", f"{b.end:,}", f"{plan.block_bytes(b):,}", str(b.pserver)) for b in plan.blocks],
-    )
-    if plan.buffers:
-        print_table(
-            [Column("buffer"), Column("dtype"), Column("bytes", "right"), Column("pserver", "right")],
-            [(b.name, b.dtype, f"{b.num_bytes:,}", str(b.pserver)) for b in plan.buffers],
-        )
-    held = held_bytes(plan)
-    total = max(sum(held), 1)
-    print_table(
-        [Column(title, "right") for title in ("pserver", "blocks", "bytes", "share", "of the mean")],
+    print_rows(
         [
-            (
-                str(pserver),
-                str(len(plan.shards[pserver])),
-                f"{num_bytes:,}",
-                f"{num_bytes / total:.1%}",
-                f"{num_bytes * plan.num_pservers / total:.2f}x",
-            )
+            {"block": b.name, "begin": b.begin, "end": b.end, "bytes": plan.block_bytes(b), "pserver": b.pserver}
+            for b in plan.blocks
+        ]
+    )
+    print_rows([{"buffer": b.name, "dtype": b.dtype, "bytes": b.num_bytes, "pserver": b.pserver} for b in plan.buffers])
+    held = held_bytes(plan)
+    mean = max(sum(held), 1) / plan.num_pservers
+    print_rows(
+        [
+            {
+                "pserver": pserver,
+                "blocks": len(plan.shards[pserver]),
+                "bytes": num_bytes,
+                "of the mean": num_bytes / mean,
+            }
             for pserver, num_bytes in enumerate(held)
-        ],
+        ]
     )
     print_line(
         f"{count(len(plan.parameters), 'parameter')}, {count(len(plan.blocks), 'block')}, "

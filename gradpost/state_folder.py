@@ -11,7 +11,6 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ps_config.environment import find_path
 from ps_protocol.errors import UnsupportedFormat
@@ -53,25 +52,21 @@ def holds_a_run(folder: Path) -> bool:
     return record.run is not None and record.run.has_begun
 
 
-class RunFolder(NamedTuple):
-    """A folder that is locked until this process ends or closes `lock`, a file descriptor."""
+def resume_folder(root: Path) -> tuple[Path, int]:
+    """Lock the folder of the run to resume, and return it with the lock, which ends with this process.
 
-    path: Path
-    lock: int
-
-
-def resume_folder(root: Path) -> RunFolder:
-    """Lock and return the folder of the run to resume. Raises CommandError if there is none, or it is running."""
+    Raises CommandError if there is none, or it is running.
+    """
     folder = newest_folder(root)
     if folder is None:
         raise CommandError(f"there is no run to resume in {root}. Give another folder with --state-dir")
     if (lock := lock_folder(folder)) is None:
         raise CommandError(f"the newest run, in {folder}, is still running")
-    return RunFolder(folder, lock)
+    return folder, lock
 
 
-def new_folder(root: Path) -> RunFolder:
-    """Lock and return a folder for a new run.
+def new_folder(root: Path) -> tuple[Path, int]:
+    """Lock a folder for a new run, and return it with the lock.
 
     Deletes the oldest folders beyond `MAX_RUNS`, and all in which no run has begun, unless their runs are running.
     """
@@ -86,7 +81,7 @@ def new_folder(root: Path) -> RunFolder:
     folder = root / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     lock = lock_folder(folder)
     assert lock is not None  # its name contains this process's id
-    return RunFolder(folder, lock)
+    return folder, lock
 
 
 def running_address(root: Path) -> str | None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ps_config.environment import PREFIX, check_environment, find_setting
-from ps_protocol.vocabulary import DEFAULT_PSERVERS
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 from services.runtime.storage import lock_folder
@@ -23,9 +22,10 @@ from trainer_client.testing.local_cluster import use_this_python
 from ..output import EXIT_FAILED, CommandError
 from ..settings import read_settings
 from ..state_folder import history_folder, named_root, new_folder, resume_folder
-from .ending import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
-from .local_run import LocalRun, UpOptions
+from .run import LocalRun, UpOptions
 
+EXIT_NOT_EXECUTABLE = 126  # as in shells, env and timeout
+EXIT_NOT_FOUND = 127
 DEFAULT_PORT: int = CoordinatorSettings.model_fields["port"].default
 
 # Settings that `up` sets for each process, which must not inherit the value of another one.
@@ -61,28 +61,14 @@ def run_up(
     given.setdefault("port", choose_port())
     given["history_dir"] = history_folder(root)
     try:
-        given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
+        given["state_dir"], _ = resume_folder(root) if given.get("resume") else new_folder(root)
     except OSError as error:
         text = f"{root} cannot hold the state of the run: {error.strerror}. Give another folder with --state-dir"
         raise CommandError(text, exit_code=EXIT_FAILED) from None
-    run = LocalRun(
-        resolved,
-        0 if cluster.strategy == "ring" else DEFAULT_PSERVERS if num_pservers is None else num_pservers,
-        num_trainers,
-        given,
-        make_environment(os.environ, num_trainers, given),
-        options,
-        tolerates_losses=cluster.on_trainer_loss == "continue",
-        has_log=cluster.log_durability != "none",
-        resume_command=_resume_command(sys.argv),
-    )
-    return run.run()
-
-
-def _resume_command(argv: Sequence[str]) -> str:
-    """Return the command line of this process with `--resume`, and with its path if no shell would find it."""
-    program = argv[0] if Path(argv[0]).name == "gradpost" and not shutil.which("gradpost") else "gradpost"
-    return shlex.join([program, "up", "--resume", *(word for word in argv[2:] if word != "--resume")])
+    program = sys.argv[0] if Path(sys.argv[0]).name == "gradpost" and not shutil.which("gradpost") else "gradpost"
+    resume = shlex.join([program, "up", "--resume", *(word for word in sys.argv[2:] if word != "--resume")])
+    environ = make_environment(os.environ, num_trainers, given)
+    return LocalRun(resolved, num_trainers, given, cluster, environ, options, resume).run()
 
 
 def choose_port() -> int:
@@ -128,9 +114,6 @@ def make_environment(environ: Mapping[str, str], num_trainers: int, flags: Colle
     check_environment(environ)
     set_here = {PREFIX + name.upper() for name in (*_SET_BY_UP.split(), *flags)}
     kept = {name: value for name, value in environ.items() if name not in set_here}
-    kept.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_trainers)))
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_trainers)))
     return kept
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,50 +1,47 @@
-"""The output of `gradpost up`: lines of all processes with their names, above one live line."""
+"""The output of `gradpost up`: lines of all processes with their names, above one live line, and the final report."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-import re
 import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from signal import SIGKILL, Signals
+from typing import NamedTuple, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text
 
+from ps_protocol.errors import GradpostError
+from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.printable import printable
+from trainer_client.client.inspection import ClusterView
+
+from ..output import print_json, print_line, print_rows
 
 MAX_HIDDEN_LINES = 20  # of each service, which are shown if it dies
 REFRESHES_PER_SECOND = 8
+PERIOD_SECONDS = 0.5  # between questions of the live line
+SLOW_ROUND_SECONDS = 2.0  # the live line names the missing trainers of a round that waits longer
 
 _TRAINER_STYLES = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_STYLES = {"debug": "dim", "info": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 
-_ENDING = (
-    "run failed",
-    "run stopped",
-)  # the end of the run, which `gradpost up` reports once, and each service in its log
-_WARNINGS = ("warning", "error", "critical")
-_HIDDEN_FIELDS = ("event", "level", "timestamp", "role", "exception")  # shown otherwise, or not at all
-_HIDDEN_TRAINER_FIELDS = ("run", "trainer")  # the prefix names them
+_ENDINGS = ("run failed", "run stopped")  # `gradpost up` reports it once, and each service in its log
+_HIDDEN_FIELDS = {"event", "level", "timestamp", "role", "exception"}  # shown otherwise, or not at all
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(NamedTuple):
     """One entry of a structured log; `text` contains several lines if there is a traceback."""
 
     level: str
     text: str
-
-    @property
-    def is_warning(self) -> bool:
-        return self.level in _WARNINGS
 
 
 def parse_log_line(line: str) -> LogLine | None:
@@ -63,7 +60,7 @@ def parse_log_line(line: str) -> LogLine | None:
         return None
     if not all(isinstance(entry.get(key), str) for key in ("role", "event", "level")):
         return None
-    hidden = _HIDDEN_FIELDS + (_HIDDEN_TRAINER_FIELDS if entry["role"] == "trainer" else (entry["role"],))
+    hidden = _HIDDEN_FIELDS | {"run", entry["role"]}  # the prefix names the process
     facts = [f"{key}={_show(value)}" for key, value in entry.items() if key not in hidden]
     lines = [" ".join([entry["event"], *facts]), *str(entry.get("exception") or "").splitlines()]
     return LogLine(entry["level"], "\n".join(map(printable, lines)))
@@ -79,9 +76,8 @@ class Screen:
     """Printer for several threads: with colours (unless NO_COLOR is set) and the live line on a terminal, else plain.
 
     Log lines of services are hidden below warnings, and at the end of the run, unless `verbose`; their other lines are
-    shown, as after a crash.
-    With `as_json` all lines go to stderr, so that stdout contains the JSON only. `on_closed` is called when the
-    reader of the output is gone.
+    shown, as after a crash. With `as_json` all lines go to stderr, so that stdout contains the JSON only. `on_closed`
+    is called when the reader of the output is gone.
     """
 
     def __init__(self, *, verbose: bool, as_json: bool, on_closed: Callable[[], None]) -> None:
@@ -96,18 +92,12 @@ class Screen:
         self._lock = threading.Lock()
         self.hides_interrupts = False
         self._in_traceback: set[str] = set()  # names of processes
-        self.exceptions: dict[str, str] = {}  # the newest one of each process that printed a traceback
-        self.problems: dict[str, str] = {}  # the newest warning or plain line of each process
         self._hidden: defaultdict[str, deque[LogLine]] = defaultdict(lambda: deque(maxlen=MAX_HIDDEN_LINES))
 
-    @contextmanager
-    def live(self, render: Callable[[], RenderableType]) -> Iterator[None]:
-        """Show the result of `render` below all output during the block; on a terminal only."""
-        if not self.is_terminal:
-            yield
-            return
-        live = Live(
-            get_renderable=render,
+    def live(self, line: RenderableType) -> Live:
+        """Return a block during which a line is shown below all output, on a terminal."""
+        return Live(
+            line,
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
@@ -115,34 +105,28 @@ class Screen:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        with live:
-            yield
 
     def show_line(self, name: str, line: str) -> None:
         """Show a line of a process, or keep it hidden."""
         entry = parse_log_line(line)
-        if entry is None or entry.is_warning:
-            self.problems[name] = line if entry is None else entry.text
         if entry is None:
-            is_in_traceback = self._follow_traceback(name, line)
-            if not (self.hides_interrupts and is_in_traceback):
+            if not (self.hides_interrupts and self._is_of_interrupt(name, line)):
                 self._print(name, line)
-        elif self._verbose or name.startswith("trainer") or (entry.is_warning and not entry.text.startswith(_ENDING)):
+            return
+        is_warning = entry.level not in ("debug", "info") and not entry.text.startswith(_ENDINGS)
+        if self._verbose or is_warning or name.startswith("trainer"):
             self._show_entry(name, entry)
         else:
             self._hidden[name].append(entry)
 
-    def _follow_traceback(self, name: str, line: str) -> bool:
-        """Return whether the line is part of a traceback; its last line, the exception, is so after Ctrl-C only."""
+    def _is_of_interrupt(self, name: str, line: str) -> bool:
+        """Return whether the line is part of a traceback, but not its last line, unless that is KeyboardInterrupt."""
         if line.startswith("Traceback "):
             self._in_traceback.add(name)
-        if name not in self._in_traceback:
-            return False
-        if line and not line.startswith((" ", "Traceback ")):
+        elif line and not line.startswith(" ") and name in self._in_traceback:
             self._in_traceback.remove(name)
-            self.exceptions[name] = re.sub(r"^[\w.]+\.", "", line)
             return line == "KeyboardInterrupt"
-        return True
+        return name in self._in_traceback
 
     def reveal(self, name: str) -> None:
         """Show the last hidden lines of a process."""
@@ -186,3 +170,89 @@ def _style_of(name: str) -> str:
     if role == "trainer" and number.isdecimal():
         return _TRAINER_STYLES[int(number) % len(_TRAINER_STYLES)]
     return "yellow"
+
+
+# ---------------------------------------------------------------------- the live line and the report
+
+
+@contextmanager
+def show_progress(screen: Screen, view: ClusterView, *, is_shown: bool) -> Iterator[None]:
+    """Show the live line during the block, if there is a terminal for it. A thread updates it from the coordinator."""
+    if not (is_shown and screen.is_terminal):
+        yield
+        return
+    spinner, is_over = Spinner("dots", Text("starting", "bold"), style="green"), threading.Event()
+
+    def update() -> None:
+        while not is_over.wait(PERIOD_SECONDS):
+            with suppress(GradpostError, RuntimeError):  # the latter if the cluster has been stopped
+                line = printable(describe(view.status(), view.summary()))
+                spinner.text = Text(line, "bold", no_wrap=True, overflow="ellipsis")
+
+    thread = threading.Thread(target=update, name="progress", daemon=True)
+    thread.start()
+    try:
+        with screen.live(spinner):
+            yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def describe(status: ClusterStatus, summary: RunSummary) -> str:
+    """Return the live line: the run's state, round, mean speed, time, missing trainers and results."""
+    if status.state == "gathering":
+        return "waiting for " + ", ".join(status.waiting_for)
+    parts = [f"{'paused' if status.is_paused else status.state}: round {summary.rounds:,}"]
+    if summary.new_rounds and summary.seconds:
+        parts.append(f"{summary.new_rounds / summary.seconds:.1f} rounds/s")
+    parts.append(f"elapsed {int(summary.seconds) // 60}:{int(summary.seconds) % 60:02}")
+    waiting = [p.heartbeat for p in status.pservers if p.heartbeat.missing]
+    slowest = max(waiting, key=lambda one: one.waiting_seconds, default=None)
+    if slowest is not None and slowest.waiting_seconds > SLOW_ROUND_SECONDS:
+        names = ", ".join(f"trainer {rank}" for rank in slowest.missing)
+        parts.append(f"waiting for {names} ({slowest.waiting_seconds:.0f} s)")
+    parts += [f"{name} {value:.4g}" for name, value in sorted(summary.results.items())]  # last: a terminal may cut them
+    return "  ".join(parts)
+
+
+def describe_end(code: int) -> str:
+    """Describe how a process ended.
+
+    >>> describe_end(3), describe_end(-9), describe_end(0)
+    ('failed with exit code 3', 'was ended by SIGKILL (out of memory?)', 'ended')
+    """
+    if code >= 0:
+        return f"failed with exit code {code}" if code else "ended"
+    hint = " (out of memory?)" if code == -SIGKILL else ""
+    return f"was ended by {Signals(-code).name}{hint}"
+
+
+def print_summary(summary: RunSummary, outcome: str | None = None, *, as_json: bool) -> None:
+    """Print tables and the final line of the run, or JSON. `outcome` is the first word of the line."""
+    if as_json:
+        print_json({**json.loads(summary.model_dump_json()), "seconds_a_round": seconds_a_round(summary)})
+        return
+    print_line()
+    shown: dict[str, object] = {"rounds": summary.rounds}
+    if summary.earlier_rounds:
+        shown["new rounds"] = summary.new_rounds
+    shown |= {"seconds": f"{summary.seconds:.1f}", "seconds a round": seconds_a_round(summary)}
+    print_rows([shown | dict(sorted(summary.results.items()))])
+    print_rows(
+        [
+            {
+                "pserver": shard.index,
+                "shard bytes": shard.shard_bytes,
+                "pushed bytes": shard.pushed_bytes,
+                "pulled bytes": shard.pulled_bytes,
+            }
+            for shard in summary.shards
+        ]
+    )
+    print_line(summary.line(outcome))
+
+
+def seconds_a_round(summary: RunSummary) -> float:
+    """Return the mean time of a round since the run was started or resumed; 0 without rounds."""
+    return summary.seconds / summary.new_rounds if summary.new_rounds else 0.0

@@ -11,7 +11,7 @@ from ps_protocol.messages import ClusterStatus
 from ps_protocol.vocabulary import PserverIndex
 from trainer_client.testing import Child, LocalCluster
 
-from .ending import describe_end
+from .screen import describe_end
 
 CHECK_SECONDS = 0.5
 PROMOTION_SECONDS = 30.0  # after which a pserver counts as dead although a standby should have replaced it

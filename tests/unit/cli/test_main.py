@@ -145,9 +145,6 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     assert target.read_text() == "old"
-
-
-def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(CommandError, match="model cannot be written: No such file or directory"),
         whole_file(tmp_path / "nowhere" / "model") as partial,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradpost import status
+from gradpost import connection
 from ps_protocol.errors import TrainerLost
 from ps_protocol.messages import (
     ClusterStatus,
@@ -46,10 +46,6 @@ STATE = ClusterStatus(
 ANSWERS = {STATUS: STATE.model_dump_json()}
 
 
-def change_heartbeat(trainer: TrainerStatus, **changes: object) -> TrainerStatus:
-    return trainer.model_copy(update={"heartbeat": trainer.heartbeat.model_copy(update=changes)})
-
-
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GRADPOST_COORDINATOR", "GRADPOST_SETTINGS_FILE"):
@@ -77,14 +73,8 @@ WITH_STANDBYS = STATE.model_copy(
     }
 )  # fmt: skip
 IN_A_RING = STATE.model_copy(
-    update={
-        "state": "training", "failure": None, "waiting_for": (), "num_pservers": 0, "pservers": (), "num_trainers": 3,
-        "trainers": tuple(
-            change_heartbeat(STATE.trainers[0], results={}, **place).model_copy(update={"rank": rank})
-            for rank, place in enumerate([{"waiting_seconds": 3.25}, {}, {"is_done": True, "waiting_seconds": 9.0}])
-        ),
-    }
-)  # fmt: skip
+    update={"state": "training", "failure": None, "waiting_for": (), "num_pservers": 0, "pservers": ()}
+)
 SCREENS = {
     "pservers": (STATE, """\
 run 5f0c: failed, mode sync, round 1,234, 3 parameters, 4,000 bytes
@@ -103,17 +93,15 @@ parameter w is frozen from round 1,200 on, set with token 5f0c at {datetime.from
 rate
 """),
     "standbys": (WITH_STANDBYS, """\
-standby of  address             state      round  lag                           heartbeat
-pserver 0   http://127.0.0.1:2  in sync    1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago
-pserver 0   http://127.0.0.1:2  following      0  no replica yet                0.5 s ago
+standby of  address             state           round  lag                           heartbeat
+pserver 0   http://127.0.0.1:2  in sync         1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago
+pserver 0   http://127.0.0.1:2  no replica yet      0  0 rounds, 0 bytes, 0.0 s      0.5 s ago
 """),
     "a ring": (IN_A_RING, """\
 run 5f0c: training, mode sync in a ring, round 1,234, 3 parameters, 4,000 bytes
 
-trainer  state     round  in the ring               results  heartbeat
-0 of 3   training  1,233  waits for others (3.2 s)           0.2 s ago
-1 of 3   training  1,233  computes                           0.2 s ago
-2 of 3   training  1,233  no batches left                    0.2 s ago
+trainer  state     round  results                    heartbeat
+1 of 2   training  1,233  accuracy 0.9833, loss nan  0.2 s ago
 
 """),
 }  # fmt: skip
@@ -158,9 +146,10 @@ def test_the_default_coordinator_may_have_the_run_of_another_user(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = ScriptInfo(command="train.py 3", run_name="other", optimizer="SGD")
-    state = STATE.model_copy(update={"trainers": (change_heartbeat(STATE.trainers[0], script=script),)})
+    heartbeat = STATE.trainers[0].heartbeat.model_copy(update={"script": script})
+    state = STATE.model_copy(update={"trainers": (STATE.trainers[0].model_copy(update={"heartbeat": heartbeat}),)})
     with serving({STATUS: state.model_dump_json()}) as url:
-        monkeypatch.setattr(status, "DEFAULT_COORDINATOR", url)
+        monkeypatch.setattr(connection, "DEFAULT_COORDINATOR", url)
         outcome = run_command("status")
     assert outcome.stdout.startswith("run 5f0c (other): failed, mode sync, round 1,234, 3 parameters, 4,000 bytes\n")
     assert "\ncommand train.py 3\n" in outcome.stdout
@@ -169,15 +158,17 @@ def test_the_default_coordinator_may_have_the_run_of_another_user(
 
 
 NOT_OURS = "did not answer as this version of Gradpost. Check the address, any proxy and the installed version"
-OTHERS: list[tuple[dict[str, str], int, str]] = [
-    ({}, 200, "answered 404, but not as Gradpost: "),
-    ({STATUS: "<html>"}, 502, "answered 502, but not as Gradpost: <html>. Check the address and any proxy"),
-    ({STATUS: "<html>"}, 200, NOT_OURS),
-    ({STATUS: '{"run": "5f0c"}'}, 200, NOT_OURS),
-]
 
 
-@pytest.mark.parametrize(("answers", "status", "message"), OTHERS)
+@pytest.mark.parametrize(
+    ("answers", "status", "message"),
+    [
+        ({}, 200, "answered 404, but not as Gradpost: "),
+        ({STATUS: "<html>"}, 502, "answered 502, but not as Gradpost: <html>. Check the address and any proxy"),
+        ({STATUS: "<html>"}, 200, NOT_OURS),
+        ({STATUS: '{"run": "5f0c"}'}, 200, NOT_OURS),
+    ],
+)
 def test_another_server_is_recognized(
     run_command: RunCommand, answers: dict[str, str], status: int, message: str
 ) -> None:
@@ -188,24 +179,20 @@ def test_another_server_is_recognized(
 
 
 @pytest.mark.parametrize(
-    ("address", "ca", "exit_code", "message"),
+    ("options", "exit_code", "message"),
     [
-        ("http://127.0.0.1:1", None, 1, "no coordinator: no answer from http://127.0.0.1:1: [Errno 111] Connection "
-         "refused. Give its address with --coordinator or GRADPOST_COORDINATOR"),
-        ("CLOSES", None, 1, "; if it serves TLS, its address begins with https:. Give its address with --coordinator"),
-        ("ftp://x", None, 2, "the coordinator's address: expected a base URL such as http://10.0.0.5:7070, got 'ftp:"),
-        ("http://127.0.0.1:1", "nothing.pem", 2, "the TLS file nothing.pem cannot be read: No such file or directory"),
+        ("--coordinator http://127.0.0.1:1", 1, "no coordinator: no answer from http://127.0.0.1:1: [Errno 111] "
+         "Connection refused. Give its address with --coordinator or GRADPOST_COORDINATOR"),
+        ("--coordinator CLOSES", 1, "; if it serves TLS, its address begins with https:. Give its address with "),
+        ("--coordinator ftp://x", 2, "the coordinator's address: expected a base URL such as http://10.0.0.5:7070, "),
     ],
 )  # fmt: skip
 def test_a_coordinator_that_cannot_be_asked_is_one_line(
-    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, address: str, ca: str | None, exit_code: int, message: str
+    run_command: RunCommand, options: str, exit_code: int, message: str
 ) -> None:
-    if ca:
-        monkeypatch.setenv("GRADPOST_TLS_CA", ca)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        if address == "CLOSES":
+        if "CLOSES" in options:
             pool.submit(lambda: server.accept()[0].close())
-            address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        outcome = run_command("status", "--coordinator", address)
+        outcome = run_command("status", *options.replace("CLOSES", f"127.0.0.1:{server.getsockname()[1]}").split())
     assert (outcome.exit_code, outcome.stdout, outcome.stderr.count("\n")) == (exit_code, "", 1)
     assert message in outcome.stderr

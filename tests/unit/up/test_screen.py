@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from gradpost.up.progress import describe, print_summary
-from gradpost.up.screen import LogLine, Screen, parse_log_line
+from gradpost.up.screen import LogLine, Screen, describe, parse_log_line, print_summary
 from ps_protocol.messages import (
     ClusterStatus,
     PserverHeartbeat,
     PserverState,
     PserverStatus,
     RunSummary,
-    TrainerHeartbeat,
-    TrainerStatus,
 )
-from ps_protocol.process_reports import ScriptInfo
 
 
 class Terminal(io.StringIO):
@@ -50,8 +46,7 @@ def log_line(level: str, event: str) -> str:
 
 def test_a_pipe_gets_plain_and_unchanged_lines(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
-    with screen.live(lambda: Text("never shown")):
-        screen.show_line("trainer 0", "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:")
+    screen.show_line("trainer 0", "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:")
     screen.print_message("done", "red")
     stdout, stderr = capsys.readouterr()
     assert stdout == "[trainer 0] " + "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:\n"
@@ -77,23 +72,15 @@ def test_only_warnings_and_crashes_of_services_are_shown(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines() == ["[pserver 0] registered"]
 
 
-def test_the_exception_of_a_process_is_that_of_its_newest_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tracebacks_of_an_interruption_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
-    for line in (
-        "ValueError: not in a traceback",
-        "Traceback (most recent call last):",
-        '  File "train.py", line 3, in <module>',
-        "KeyError: 'fc'",
-        "",
-        "During handling of the above exception, another exception occurred:",
-        "",
-        "Traceback (most recent call last):",
-        '  File "train.py", line 5, in <module>',
-        "gradpost.BadModel: a module.py: is missing",
-    ):
-        screen.show_line("trainer 1", line)
-    assert screen.exceptions == {"trainer 1": "BadModel: a module.py: is missing"}
-    assert len(capsys.readouterr().out.splitlines()) == 10
+    screen.hides_interrupts = True
+    for last in ("KeyboardInterrupt", "KeyError: 'fc'"):
+        for line in ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', last, "saved"):
+            screen.show_line("trainer 1", line)
+    assert capsys.readouterr().out.splitlines() == [
+        *("[trainer 1] saved", "[trainer 1] KeyError: 'fc'", "[trainer 1] saved")
+    ]
 
 
 def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +102,7 @@ def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatc
 
 def test_the_live_line_stays_below_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, terminal = on_terminal(monkeypatch)
-    with screen.live(lambda: Text("round 7")):
+    with screen.live(Text("round 7")):
         screen.show_line("trainer 0", "epoch 1")
     output = terminal.getvalue()
     assert output.index("epoch 1") < output.rindex("round 7")
@@ -126,98 +113,68 @@ def test_the_live_line_stays_below_the_output(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["", "epoch 1", "{", "[1]", '{"event": 1, "role": "x", "level": "info"}', '{"event": "mine"}'],
+    ("line", "entry"),
+    [
+        ("", None),
+        ("{", None),
+        ("[1]", None),
+        ('{"event": 1, "role": "x", "level": "info"}', None),
+        ('{"event": "mine"}', None),
+        (
+            '{"role": "trainer", "run": "5f0c", "trainer": 1, "event": "waiting", "level": "info", '
+            '"timestamp": "2026", "round": 3, "text": "a b", "quoted": "a\\"b", "empty": ""}',
+            LogLine("info", 'waiting round=3 text="a b" quoted="a\\"b" empty=""'),
+        ),
+        (
+            '{"role": "coordinator", "event": "a\\nforged\\u001b[2A", "level": "error", "exception": "E: a\\u001b[2A"}',
+            LogLine("error", "a\\nforged\\x1b[2A\nE: a\\x1b[2A"),
+        ),
+    ],
 )
-def test_the_output_of_a_script_is_no_log_line(line: str) -> None:
-    assert parse_log_line(line) is None
-
-
-def test_a_log_line_is_shortened() -> None:
-    entry = {
-        "role": "trainer", "run": "5f0c", "trainer": 1, "event": "waiting", "level": "info",
-        "timestamp": "2026-01-01T00:00:00Z", "round": 3, "text": "a b", "quoted": 'a"b', "empty": "",
-    }  # fmt: skip
-    assert parse_log_line(json.dumps(entry)) == LogLine("info", 'waiting round=3 text="a b" quoted="a\\"b" empty=""')
-    entry = {"role": "coordinator", "run": "5f0c", "event": "training", "level": "info"}
-    assert parse_log_line(json.dumps(entry)) == LogLine("info", "training run=5f0c")
-
-
-def test_control_characters_in_log_lines_are_escaped() -> None:
-    entry = {"role": "coordinator", "event": "failed: a\nforged\x1b[2A", "level": "info", "exception": "E: a\x1b[2A"}
-    line = parse_log_line(json.dumps(entry))
-    assert line is not None
-    assert not line.is_warning
-    assert line == LogLine("info", "failed: a\\nforged\\x1b[2A\nE: a\\x1b[2A")
+def test_log_lines_are_shortened_and_escaped_and_other_lines_are_none(line: str, entry: LogLine | None) -> None:
+    assert parse_log_line(line) == entry
 
 
 # ---------------------------------------------------------------- progress and report
 
 
-def make_status(**changes: Any) -> ClusterStatus:
-    values: dict[str, Any] = {
-        "at": 107.0, "run": "5f0c", "attempt": 0, "state": "training", "mode": "sync", "num_pservers": 1,
-        "num_trainers": 2, "waiting_for": (), "failure": None, "plan_digest": "d", "num_parameters": 1,
-        "parameter_bytes": 4, "round": 7, "pservers": (), "trainers": (),
-    }  # fmt: skip
-    return ClusterStatus(**{**values, **changes})
+STATUS: dict[str, Any] = {
+    "at": 107.0, "run": "5f0c", "attempt": 0, "state": "training", "mode": "sync", "num_pservers": 1,
+    "num_trainers": 2, "waiting_for": (), "failure": None, "plan_digest": "d", "num_parameters": 1,
+    "parameter_bytes": 4, "round": 7, "pservers": (), "trainers": (),
+}  # fmt: skip
+SHARD = PserverState(
+    incarnation=1, run="5f0c", round=1234, index=0, shard_bytes=1000, pushed_bytes=2_000_000, pulled_bytes=3_000_000
+)
+SUMMARY = RunSummary(
+    run="5f0c", state="finished", mode="sync", transport="HTTP/2", num_trainers=2, rounds=1234, seconds=61.7,
+    results={"loss": 0.25, "accuracy": 0.98333}, shards=(SHARD,),
+)  # fmt: skip
+WAITING = PserverHeartbeat(incarnation=1, run="5f0c", round=7, missing=(1,), waiting_seconds=7.2)
 
 
-def make_summary(**changes: Any) -> RunSummary:
-    values: dict[str, Any] = {
-        "run": "5f0c", "state": "finished", "mode": "sync", "transport": "HTTP/2", "num_trainers": 2, "rounds": 1234,
-        "seconds": 61.7, "results": {"loss": 0.25, "accuracy": 0.98333},
-        "shards": (
-            PserverState(
-                incarnation=1, run="5f0c", round=1234, index=0, shard_bytes=1000, pushed_bytes=2_000_000,
-                pulled_bytes=3_000_000,
-            ),
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        ({"state": "gathering", "waiting_for": ("trainer 0", "pserver 1")}, "waiting for trainer 0, pserver 1"),
+        ({}, "training: round 1,234  20.0 rounds/s  elapsed 1:01  accuracy 0.9833  loss 0.25"),
+        (
+            {"pservers": (PserverStatus(index=0, address="http://p", heartbeat_age_seconds=0, heartbeat=WAITING),)},
+            "training: round 1,234  20.0 rounds/s  elapsed 1:01  waiting for trainer 1 (7 s)  accuracy 0.9833  loss "
+            "0.25",
         ),
-    }  # fmt: skip
-    return RunSummary(**{**values, **changes})
-
-
-def make_pserver(**changes: Any) -> PserverStatus:
-    heartbeat = PserverHeartbeat(incarnation=1, run="5f0c", round=7, **changes)
-    return PserverStatus(index=0, address="http://p", heartbeat_age_seconds=0, heartbeat=heartbeat)
-
-
-def make_trainer(rank: int, round_: int, total: int | None = None) -> TrainerStatus:
-    script = ScriptInfo(command="train.py", total_rounds=total)
-    heartbeat = TrainerHeartbeat(run="5f0c", incarnation=1, round=round_, script=script)
-    return TrainerStatus(
-        rank=rank, state="declared", metrics_address=None, heartbeat_age_seconds=0, heartbeat=heartbeat
-    )
-
-
-def test_the_live_line() -> None:
-    assert describe(make_status(state="gathering", waiting_for=("trainer 0", "pserver 1")), make_summary(), None) == (
-        "waiting for trainer 0, pserver 1"
-    )
-    earlier = make_status(
-        at=100.0, round=7, pservers=(make_pserver(pushed_bytes=10**6),), trainers=(make_trainer(0, 7, 100),)
-    )
-    now = make_status(
-        at=105.0, round=69, trainers=(make_trainer(0, 57, 100), make_trainer(1, 57)),
-        pservers=(make_pserver(pushed_bytes=10**8, pulled_bytes=129 * 10**6),),
-    )  # fmt: skip
-    line = describe(now, make_summary(), earlier)
-    time = "elapsed 1:01  remaining 0:04"
-    assert line == f"training: round 1,234  12.4 rounds/s  45.6 MB/s  {time}  accuracy 0.9833  loss 0.25"
-    early = describe(now, make_summary(), None)
-    assert early == "training: round 1,234  elapsed 1:01  accuracy 0.9833  loss 0.25"
-    ended = describe(make_status(state="finished"), make_summary(results={}), earlier)
-    assert ended == "finished: round 1,234  elapsed 1:01"
-    interrupted = describe(make_status(state="failed"), make_summary(results={}), None, is_interrupted=True)
-    assert interrupted == "interrupted: round 1,234  elapsed 1:01"
+    ],
+)
+def test_the_live_line(status: dict[str, Any], line: str) -> None:
+    assert describe(ClusterStatus(**STATUS | status), SUMMARY) == line
 
 
 def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(make_summary(), as_json=False)
+    print_summary(SUMMARY, as_json=False)
     assert capsys.readouterr().out == (
         "\n"
         "rounds  seconds  seconds a round  accuracy  loss\n"
-        " 1,234     61.7           0.0500    0.9833  0.25\n"
+        " 1,234  61.7                0.05    0.9833  0.25\n"
         "\n"
         "pserver  shard bytes  pushed bytes  pulled bytes\n"
         "      0        1,000     2,000,000     3,000,000\n"
@@ -227,7 +184,8 @@ def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(make_summary(results={"loss": float("nan")}, rounds=0), as_json=True)
+    empty = SUMMARY.model_copy(update={"results": {"loss": float("nan")}, "rounds": 0})
+    print_summary(empty, as_json=True)
     output = capsys.readouterr().out
     assert '"loss": "NaN"' in output
     assert '"seconds_a_round": 0.0' in output

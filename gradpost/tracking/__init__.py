@@ -1,1 +1,0 @@
-"""The trackers of a run: TensorBoard, MLflow and Weights & Biases."""
