@@ -39,6 +39,8 @@ class Campaign:
         folder: Path | None = None,
     ) -> None:
         self.seed = seed
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder  # of the histories; None: that of temporary files
         self.num_histories = 0
         self.num_violations = 0

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import pairwise
 from signal import SIGCONT
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ REPLACED_SECONDS = 12.0  # for a standby to replace a pserver: a lease, a limit 
 STALL_SECONDS = 3.0
 NUM_STALLS = 6
 MAX_STALLS_IN_SYNC = 4  # of these, which hold up rounds; with ever longer waits it is in sync at 0, 6, 18 and 30 s
+MIN_STALLED_ROUNDS = 10  # in each stall: while other faults hold up the run, the standby has nothing to be late with
 ROTATION_SECONDS = 1.5  # for services to read changed tokens
 
 
@@ -135,13 +137,18 @@ def _stall(episode: Episode, victim: str) -> bool:
     if (found := find_replicas(episode, victim)) is None:
         return False
     index, address, num_in_sync = int(victim.split()[1]), episode.cluster.find_address(found[1]), 0
+    seen: list[tuple[int, int]] = []  # attempts, each of which begins without the back-off, and rounds
     for _ in range(NUM_STALLS):
         with suppress(GradpostError):
-            num_in_sync += address in find_standbys(episode.cluster.status(), index)
+            status = episode.cluster.status()
+            num_in_sync += address in find_standbys(status, index)
+            seen.append((status.attempt, status.round))
         for order in ("hang", ""):
             write_whole(episode.cluster.log_file(found[1]), order)
             episode.sleep(STALL_SECONDS, STALL_SECONDS)
-    if num_in_sync > MAX_STALLS_IN_SYNC:
+    is_same = len(seen) == NUM_STALLS and seen[-1][0] == seen[0][0]
+    is_going = all(after - before >= MIN_STALLED_ROUNDS for (_, before), (_, after) in pairwise(seen))
+    if num_in_sync > MAX_STALLS_IN_SYNC and is_same and is_going:
         text = f"the standby of {victim} was in sync at the beginning of {num_in_sync} of {NUM_STALLS} stalls"
         episode.complain(f"{text}, {MAX_STALLS_IN_SYNC} at most are allowed")
     return True
@@ -201,9 +208,11 @@ def _wake_writer(episode: Episode, victim: str) -> bool:
     episode.expect_rollback()
     before = {"round": max(listed for listed in list_checkpoints(episode) if listed < round_)}
     ask_until(episode, (200,), "POST", routes.ROLL_BACK, before)
-    while round_ not in list_checkpoints(episode) and not episode.violations:
+    while (newest := max(list_checkpoints(episode))) < round_ and not episode.violations:
         time.sleep(PAUSE_SECONDS)
     leader.signal(SIGCONT)
+    if newest > round_:  # another fault has kept this checkpoint from being written
+        return False
     episode.lose(victim)
     episode.sleep(STALL_SECONDS, STALL_SECONDS)  # for the watch to read the checkpoint again
     return True

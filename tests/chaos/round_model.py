@@ -102,6 +102,10 @@ class _Steps:
             self.nan[record["attempt"], record["round"]].discard(life)
             self._under_way[life].discard(record["round"])
         elif record["what"] == "back":
+            pushed_again = {round_ for round_ in self._under_way[life] if round_ <= record["round"]}
+            for attempt, round_ in [version for version, lives in self.nan.items() if life in lives]:
+                if attempt < record["attempt"] and round_ in pushed_again:
+                    self.nan[record["attempt"], round_].add(life)
             self._under_way[life].clear()
         elif record["what"] == "end":
             over = {round_ for round_ in self._under_way[life] if round_ <= record["round"]}

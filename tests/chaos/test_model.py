@@ -180,6 +180,17 @@ def test_a_round_is_skipped_if_and_only_if_a_gradient_was_not_finite() -> None:
         assert story.violations(Setup(seed=0, nonfinite="skip_round"))[: len(expected) or 1] == expected
 
 
+def test_a_gradient_that_is_not_finite_is_pushed_again_after_a_rollback() -> None:
+    story = Story([BOTH])
+    story.add("begin", 0, 2, nan=True)
+    story.add("begin", 1, 2)
+    story.add("start", 1, 1, values_after([BOTH]), attempt=1, life=2)
+    story.add("begin", 1, 2, attempt=1, life=2)
+    story.add("back", 0, 2, values_after([BOTH, ()]), attempt=1)
+    story.add("end", 1, 2, values_after([BOTH, ()]), attempt=1, life=2)
+    assert story.violations(Setup(seed=0, nonfinite="skip_round"), disk_damaged=[2.0]) == []
+
+
 def rolled_back(to: int, of: int) -> Story:
     """Return a run that was rolled back, and repeats the lost rounds."""
     story = Story([BOTH] * of)

@@ -162,7 +162,6 @@ def contribution(error: str, name: str, rank: int = 1, value: float = 1.0, **met
     bad(f"contribution: {name}", error, make)
 
 
-contribution("non_finite_gradient", "NaN", value=float("nan"))
 contribution("contribution_conflict", "other bytes under the same identity", rank=0, value=2.0)
 contribution(
     "contribution_conflict", "other hyperparameters", rank=0, hyper_parameters=json.dumps([{**NUMBERS[0], "lr": 1}])
@@ -203,7 +202,7 @@ def installation(**changes: Any) -> Callable[[World], Any]:
     def make(w: World) -> Any:
         return {
             "run": "another", "attempt": 0, "plan": w.trainer.plan.as_json, "incarnation": 1,
-            "consistency": {"mode": "sync"}, "nonfinite": "reject", "round_timeout_seconds": 1, "uploader": 0,
+            "consistency": {"mode": "sync"}, "nonfinite": "reject", "patience_seconds": 1, "uploader": 0,
             "number": 1, "membership": {"members": {"0": 1}},
             **changes,
         }  # fmt: skip

@@ -169,7 +169,7 @@ def gradpost(long_run: FaultyRun, run_command: RunCommand, monkeypatch: pytest.M
     ("command", "exit_code", "shown"),
     [
         ("params", 0, r": 4 parameters\n(?s:.*)^0\.weight +64x20 +F32 +5,120 +0, 1$"),
-        ("params 0.weight", 0, r"^0\.weight  64x20  round (?s:.*)^  norm (?s:.*)^ +from +values$"),
+        ("params 0.weight", 0, r"^0\.weight  64x20  round (?s:.*)^norm (?s:.*)^ +from +values$"),
         ("params -o HERE/m.safetensors", 0, r"^HERE/m\.safetensors: 4 tensors of round "),
         ("params 0.weight -o HERE/w.safetensors", 0, r"^HERE/w\.safetensors: 1 tensor of round "),
         ("params -o HERE/no/m.safetensors", 1, r"m\.safetensors cannot be written: No such file or directory$"),
@@ -225,7 +225,7 @@ def test_changes_of_a_run(long_run: FaultyRun, gradpost: Gradpost) -> None:
     assert (changed["is_paused"], changed["rates"], changed["frozen"]) == (True, {"0": 0.05}, ["0.bias"])
     overrides = re.findall(r"^(.*) from round [\d,]+ on, set with no token at 20.*$", gradpost("status").stdout, re.M)
     assert overrides == ["learning rate 0.05 for parameter group 0", "parameter 0.bias is frozen"]
-    assert re.search("newest update / values +none, as it is frozen\n", gradpost("params", "0.bias").stdout)
+    assert re.search(", frozen\n(?s:.*)\nupdate_ratio +none\n", gradpost("params", "0.bias").stdout)
     for command in ("rate --group 0 --reset", "unfreeze 0.bias", "resume"):
         assert json.loads(gradpost(*command.split(), "--json").stdout)["round"] >= changed["since"]
     assert {**admin.ask("GET", "/v1/controls"), "since": before["since"]} == before

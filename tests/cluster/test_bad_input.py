@@ -12,15 +12,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ps_config.certificates import TlsFiles
+from ps_http2.client import Http2Transport
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
 from ps_protocol.routes import SEND
-from services.pserver.shard.bodies import PAGE_BYTES
 from trainer_client.testing import LocalCluster
-from trainer_client.transport.exchange import make_bulk_transport
 
 from .bad_requests import CASES, LIMITS, MIB, Bad
-from .wire import World, completion, encode_blocks
+from .wire import World
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +32,7 @@ async def world() -> AsyncIterator[World]:
         stack.enter_context(cluster)
         http = httpx.AsyncClient(trust_env=False, timeout=30)
         await stack.enter_async_context(http)
-        bulk = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=True), timeout=None)
+        bulk = httpx.AsyncClient(transport=Http2Transport(), timeout=None)
         await stack.enter_async_context(bulk)
         yield World(cluster, http, bulk)
 
@@ -84,20 +82,6 @@ async def open_socket(address: str) -> tuple[asyncio.StreamReader, asyncio.Strea
     return await asyncio.open_connection(url.hostname, url.port)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(world: World, share: float) -> None:
-    await world.enter("training")
-    body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())))
-    used = await world.metric(world.addresses[0], "gradpost_staged_bytes")
-    _, writer = await open_socket(world.addresses[0])
-    writer.write(head(world, len(body)) + body[: int(len(body) * share)])
-    await writer.drain()
-    await world.wait_for_used_bytes(used + len(body) + -len(body) % PAGE_BYTES)
-    writer.close()
-    await world.wait_for_used_bytes(used)
-    assert await world.look() == world.before
-
-
 async def test_announcements_of_large_bodies_take_no_memory(world: World) -> None:
     await world.enter("training")
     address, num_bytes = world.addresses[0], LIMITS["max_header_bytes"]
@@ -122,13 +106,27 @@ async def test_announcements_of_large_bodies_take_no_memory(world: World) -> Non
 
 async def test_non_finite_gradients_are_applied_if_that_is_the_policy(world: World) -> None:
     await world.enter("training with NaN", nonfinite="allow")
-    await world.trainers[1].push(2, value=float("nan"))
+    await world.trainers[1].push(2, float("nan"), float("nan"))
     for trainer in world.trainers:
         await trainer.barrier(2)
     for body in await world.trainers[0].get(2):
         assert b'"round":"2"' in body
         assert struct.pack("<f", float("nan"))[-2:] in body
     assert [state["round"] for state in (await world.look())[1]] == [2, 2]
+
+
+async def test_a_gradient_that_its_client_has_not_checked_fails_the_run_on_all_pservers(world: World) -> None:
+    await world.enter("training with NaN that no verdict names")
+    await world.trainers[1].push(2, 1.0, float("nan"))
+    for trainer in world.trainers:
+        await trainer.barrier(2)
+    async with asyncio.timeout(30):
+        while (failure := world.cluster.status().failure) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert failure["code"] == "non_finite_update"
+    for trainer in world.trainers:
+        with pytest.raises(httpx.HTTPStatusError, match="410 Gone"):
+            await trainer.push(3)
 
 
 async def test_an_honest_request_is_let_in(world: World) -> None:

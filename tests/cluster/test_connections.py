@@ -1,8 +1,7 @@
-"""Ways to the services: HTTP/1.1, Unix sockets on one host, tokens and TLS; and `gradpost doctor`, which tests them."""
+"""Ways to the services: HTTP/1.1, Unix sockets on one host, tokens and TLS."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import socket
 import sys
@@ -24,39 +23,22 @@ from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import Forbidden, Unauthenticated
-from trainer_client import ParameterClient, Session
+from trainer_client import Session
+from trainer_client.client.run_client import RunClient
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
-from .conftest import StartCluster
 from .training import (
     Parameters,
     assert_identical,
     run_all,
     run_trainers,
-    step_with,
     train_locally,
     train_remotely,
     wrap_weight,
 )
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.mark.extended
-def test_tls_on_every_link(tmp_path: Path, own_cluster: StartCluster) -> None:
-    """Over HTTP/1.1: the closed cluster below has TLS and HTTP/2."""
-    issued = Authority(tmp_path / "authority").issue("service")
-
-    def train(session: Session) -> float:
-        weight, optimizer = wrap_weight(session, 100_000)
-        step_with(optimizer, weight)
-        assert session.summary().transport == "HTTP/1.1"
-        return weight.sum().item()
-
-    cluster = own_cluster(http2=False, tls_ca=issued.ca, tls_cert=issued.cert, tls_key=issued.key)
-    assert cluster.address.startswith("https://")
-    assert run_all(cluster, train, tls_ca=issued.ca) == [-100_000.0] * 2
 
 
 def count_tcp_connections(session: Session) -> int:
@@ -215,19 +197,13 @@ def test_strangers_get_nothing(closed: Closed) -> None:
             http.get(f"{address}/healthz")
 
 
-async def fail_to_join(closed: Closed, **settings: Any) -> None:
-    client = ParameterClient(closed.cluster.address, rank=0, **closed.trainer_settings | settings)
-    try:
-        async with asyncio.timeout(10):
-            await client.join()
-    finally:
-        await client.leave()
+def fail_to_join(closed: Closed, **settings: Any) -> None:
+    RunClient(closed.cluster.address, rank=0, **closed.trainer_settings | settings).join()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("token", "error"), [(None, Unauthenticated), ("read", Forbidden)])
-async def test_a_trainer_without_the_right_token_learns_it_at_once(
+def test_a_trainer_without_the_right_token_learns_it_at_once(
     closed: Closed, token: str | None, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="token"):
-        await fail_to_join(closed, token_file=token and closed.tokens / token)
+        fail_to_join(closed, token_file=token and closed.tokens / token)

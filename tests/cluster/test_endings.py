@@ -22,11 +22,9 @@ from .training import assert_identical, expected_result
 from .training_script import digest_of, make_model
 from .up_support import (
     ROOT,
-    SECONDS,
     RunningUp,
     clean_environment,
     train_script,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
@@ -161,19 +159,12 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     assert history.read(failed.run) == record
 
 
-NOTHING_SAVED = r"No model was saved: the script starts again from the beginning, or from its own checkpoint"
-
-
 @pytest.mark.parametrize(
     ("options", "way_on"),
     [
-        ("--mode sync", r"Continue: \S*gradpost up --resume .*"),
-        (
-            "--mode async --checkpoint-rounds 10",
-            r"Continue from the checkpoint of round \d+0: \S*gradpost up --resume .*",
-        ),
-        ("--mode async", NOTHING_SAVED),
-        ("--strategy ring", NOTHING_SAVED),
+        ("--mode sync", r"\. Continue: \S*gradpost up --resume .*"),
+        ("--mode async", r"\. Continue from the newest checkpoint, if there is one: \S*gradpost up --resume .*"),
+        ("--strategy ring", ""),
     ],
 )
 def test_the_end_of_an_interrupted_run_names_the_way_on(tmp_path: Path, options: str, way_on: str) -> None:
@@ -182,13 +173,10 @@ def test_the_end_of_an_interrupted_run_names_the_way_on(tmp_path: Path, options:
     num_pservers = () if "ring" in options else ("--pservers", 1)
     with RunningUp(*num_pservers, *options.split(), "--", "python", script, folder=tmp_path) as up:
         up.wait_for("[trainer 0] trains", "[trainer 1] trains")
-        written = "checkpoint-rounds" not in options or wait_until(
-            lambda: any(tmp_path.glob(".gradpost/up-*/checkpoints/*/*[1-9]0/manifest.json")), SECONDS
-        )
         up.signal(signal.SIGINT)
         code, stdout, stderr = up.finish()
-    assert (code, written) == (128 + signal.SIGINT, True), stderr
-    assert re.search(rf"(^|\n)gradpost: interrupted \(at round \d+\)\. {way_on}\n$", stderr), stderr
+    assert code == 128 + signal.SIGINT, stderr
+    assert re.search(rf"(^|\n)gradpost: interrupted \(at round \d+\){way_on}\n$", stderr), stderr
     assert re.search(r"^interrupted: mode=", stdout, re.MULTILINE), stdout
 
 

@@ -148,18 +148,14 @@ def test_a_round_is_skipped_by_all_pservers_alike() -> None:
         run.check_results(skipped={20})
         said = run.wait_for_line("round 20 was skipped on all pservers")
         assert "NaN or infinity in gradients of trainer 1" in said
-        found = run.wait_for_line("NaN or infinity in a gradient")
-        assert '"trainer": 1' in found
-        assert '"round": 20' in found
         assert len([line for line in run.lines if "round skipped" in line]) == 2
 
 
 @pytest.mark.extended
 def test_under_reject_the_trainer_fails_and_may_come_back() -> None:
     with FaultyRun(30, local_transport=False, trouble="1:10:nan") as run:
-        run.wait_for_line("NonFiniteGradient: trainer 1 pushed NaN or infinity in block '0.weight.block0' in round 10")
+        run.wait_for_line("NonFiniteGradient: NaN or infinity in the gradient of '0.weight' in round 10")
         assert run.cluster.trainers[1].wait(30) == 1
-        assert '"level": "info"' in run.wait_for_line("NaN or infinity in a gradient")  # `up` does not show it
         run.trouble = ""
         run.start_trainer(1)
         run.check_results()

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGKILL, SIGSTOP, Signals
 from typing import Any
 
 import pytest
-
-from ps_protocol.errors import Unreachable
-from trainer_client import connect
-from trainer_client.testing import LocalCluster
 
 from .faulty_run import FaultyRun
 
@@ -119,16 +112,6 @@ def test_a_pserver_that_is_killed_or_stopped(number: Signals) -> None:
         assert all("pserver 1" in line for line in ends), ends
 
 
-def test_a_coordinator_that_was_never_started() -> None:
-    with socket.socket() as silent:  # bound and not listening: connections are refused
-        silent.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        begun = time.monotonic()
-        with pytest.raises(Unreachable, match=f"{address} did not answer for 0.5 s .*Check its address"):
-            connect(address, retry_seconds=0.5)
-        assert 0.5 < time.monotonic() - begun < 0.5 + SLACK_SECONDS
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["ps", in_a_ring])
 def test_a_script_that_raises_is_named_with_its_reason(strategy: str) -> None:
@@ -147,33 +130,3 @@ def test_an_interrupt_of_a_trainer_that_is_done_is_reported_at_once() -> None:
         run.wait_for_round(30, rank=1)
         run.cluster.trainers[0].signal(SIGINT)
         check_ends(run, (1, 2), "TrainerLost: trainer 0 failed: KeyboardInterrupt", 10)
-
-
-SHARING = """
-import torch, torch.distributed as dist
-from trainer_client import RemoteOptimizer, connect
-session = connect()
-dist.init_process_group("gloo", init_method="file://FOLDER/store", rank=session.rank, world_size=2)
-weight = torch.nn.Parameter(torch.zeros(100_000))
-optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), overlap=True)
-while optimizer.round < 3 + 2 * session.rank:
-    optimizer.zero_grad()
-    weight.sum().backward()
-    optimizer.step()
-group = optimizer._engine._group.collectives._group
-assert group in dist.distributed_c10d._world.pg_map and group is not dist.group.WORLD
-session.close()  # collectives of the script come after those of the session, which ends beside the others
-total = torch.ones(1)
-dist.all_reduce(total)
-assert (total.item(), weight[0].item()) == (2, -3.0 - 2 * session.rank)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.ring
-@pytest.mark.extended
-def test_the_scripts_own_process_group_is_used_if_it_fits(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SHARING.replace("FOLDER", str(tmp_path)))
-    with LocalCluster(pservers=0, trainers=2, strategy="ring") as cluster:
-        assert cluster.run_trainers([sys.executable, "-W", "error", str(script)], timeout=60) == [0, 0], cluster.output

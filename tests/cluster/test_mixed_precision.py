@@ -1,107 +1,90 @@
-"""Mixed precision: an overflow on one trainer skips the step of all, and scales are those of one process."""
+"""`torch.amp.GradScaler` works as in one process, and an overflow on one trainer skips the step of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
-from trainer_client import GradScaler, RemoteOptimizer, Session
-from trainer_client.testing import LocalCluster
+from trainer_client import RemoteOptimizer, Session
 
-from ..raising import raises_code
 from .conftest import StartCluster
-from .training import (
-    run_all,
-    wrap_weight,
-)
+from .training import run_all, seeded, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.amp, pytest.mark.timeout(300)]
 
-
-@pytest.fixture(scope="module")
-def cluster(shared_cluster: StartCluster) -> LocalCluster:
-    return shared_cluster(nonfinite="skip_round", on_trainer_loss="fail")
+STEPS = 8
+OVERFLOW = 4  # the step in which the gradients of trainer 1 overflow
 
 
-@pytest.fixture(scope="module")
-def ring(shared_cluster: StartCluster) -> LocalCluster:
-    return shared_cluster(strategy="ring", nonfinite="skip_round")
-
-
-def take_scaled_steps(
-    session: Session, scaler_of: Callable[[RemoteOptimizer], Any], infinite: tuple[int, int], num_steps: int
-) -> tuple[list[float], list[float]]:
-    weight, optimizer = wrap_weight(session, 4)
-    scaler, scales = scaler_of(optimizer), []
-    for step in range(num_steps):
+def train(session: Session | None, **arguments: Any) -> tuple[list[Tensor], list[float]]:
+    """Return the parameters and the scale after each step, of a trainer, or of one process that has its overflow."""
+    model = seeded(nn.Linear(20, 10))
+    optimizer: Optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.02, fused=True)
+    if session is not None:
+        optimizer = RemoteOptimizer(optimizer, session=session, **arguments)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    values, scales = [], []
+    for step in range(STEPS):
+        overflows = step == OVERFLOW and (session is None or session.rank == 1)
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        scaler.scale(weight.sum() * (float("inf") if (session.rank, step) == infinite else 1.0)).backward()
+        scaler.scale(model(inputs).square().mean() * (float("inf") if overflows else 1.0)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
+        values.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
         scales.append(scaler.get_scale())
-        assert session.mode != "sync" or session.client.settings.local_steps or optimizer.round == step + 1
-    return scales, weight.tolist()
-
-
-def torch_scaler(optimizer: RemoteOptimizer) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=64.0)
+    return values, scales
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-def test_torchs_own_scaler_goes_by_its_own_gradients(
-    cluster: LocalCluster, ring: LocalCluster, strategy: str, capsys: pytest.CaptureFixture[str]
+def test_all_trainers_have_the_bits_of_one_process_and_skip_the_step_that_it_skips(
+    shared_cluster: StartCluster, strategy: str
 ) -> None:
-    work = partial(take_scaled_steps, scaler_of=torch_scaler, infinite=(1, 1), num_steps=3)
-    one, other = run_all(ring if strategy == "ring" else cluster, work)
-    assert (one, other) == (([64.0] * 3, [-2.0] * 4), ([64.0, 32.0, 32.0], [-2.0] * 4))
-    said = capsys.readouterr().err
-    assert said.count("torch's GradScaler backs off alone") == 2
-    assert strategy == "ring" or said.count("round 2 was skipped on all pservers") == 2
+    cluster = shared_cluster(strategy=strategy, nonfinite="skip_round", on_trainer_loss="fail")
+    (one, scales_of_one), (other, scales_of_other) = run_all(cluster, train)
+    expected, scales = train(None)
+    assert torch.equal(expected[OVERFLOW], expected[OVERFLOW - 1])
+    assert torch.equal(torch.stack(one), torch.stack(expected))
+    assert torch.equal(torch.stack(other), torch.stack(expected))
+    assert scales_of_other == scales == [64.0, 64.0, 128.0, 128.0, 64.0, 64.0, 64.0, 128.0]
+    assert scales_of_one == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0, 256.0]  # its own gradients were finite
 
 
-@pytest.mark.parametrize("policy", ["reject", "allow"])
-def test_an_overflow_that_skips_no_round_is_an_error_that_says_what_to_do(
-    own_cluster: StartCluster, policy: str
-) -> None:
-    work = partial(take_scaled_steps, scaler_of=torch_scaler, infinite=(0, 1), num_steps=3)
-    with raises_code("non_finite_gradient", match="Set GRADPOST_NONFINITE=skip_round"):
-        run_all(own_cluster(trainers=1, on_trainer_loss="fail", nonfinite=policy), work)
-
-
-def test_a_scaler_has_one_optimizer_which_has_one_scaler(cluster: LocalCluster) -> None:
-    def misuse(session: Session) -> None:
-        weight, optimizer = wrap_weight(session, 4)
-        scaler = GradScaler(optimizer, "cpu")
-        for misused in (scaler.step, scaler.unscale_):
-            with pytest.raises(BadModel, match=r"torch\.amp\.GradScaler"):
-                misused(torch.optim.SGD([weight]))
-        with pytest.raises(BadModel, match="second GradScaler"):
-            GradScaler(optimizer, "cpu")
-        with pytest.raises(BadModel, match="takes no closure"):
-            scaler.step(optimizer, lambda: 0.0)
-        disabled = GradScaler(optimizer, "cpu", enabled=False)
-        assert disabled.scale(weight).tolist() == weight.tolist()
-        assert (disabled.get_scale(), disabled.state_dict()) == (1.0, {})
-
-    run_all(cluster, misuse)
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("mode", "arguments", "said"),
-    [("sync", {}, "GRADPOST_NONFINITE.*reject"), ("async", {"overlap": True}, "bfloat16")],
+    ("settings", "arguments", "said"),
+    [
+        ({}, {}, "Set GRADPOST_NONFINITE=skip_round, or use bfloat16"),
+        ({"nonfinite": "skip_round"}, {"overlap": True}, "Use bfloat16.*or overlap=False"),
+        ({"mode": "async"}, {"overlap": True}, "Use bfloat16.*or overlap=False"),
+    ],
+    ids=str,
 )
-def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(
-    own_cluster: StartCluster, mode: str, arguments: dict[str, Any], said: str
+def test_a_scaler_that_could_not_skip_a_step_on_all_trainers_is_refused_with_the_remedy(
+    own_cluster: StartCluster, settings: dict[str, Any], arguments: dict[str, Any], said: str
 ) -> None:
-    def work(session: Session) -> None:
-        _, optimizer = wrap_weight(session, 4, **arguments)
-        with pytest.raises(BadModel, match=said):
-            GradScaler(optimizer, "cpu")
+    with pytest.raises(BadModel, match=said):
+        run_all(own_cluster(trainers=1, on_trainer_loss="fail", **settings), partial(train, **arguments))
 
-    run_all(own_cluster(trainers=1, mode=mode), work)
+
+def test_a_trainer_of_an_asynchronous_run_skips_alone(own_cluster: StartCluster) -> None:
+    def work(session: Session) -> list[float]:
+        weight, optimizer = wrap_weight(session, 4)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 32.0
+        return weight.tolist()
+
+    assert run_all(own_cluster(trainers=1, mode="async"), work) == [[-2.0] * 4]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import io
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainer_client.optimizer.overlap import ModuleHook
 from trainer_client.testing import LocalCluster
 from trainer_client.transport import destinations
 from trainer_client.transport.device_copies import GradientCopies, ParameterCopies
+from trainer_client.transport.work import Work, pause
 
 from ..raising import raises_code
 from .conftest import StartCluster
@@ -104,10 +105,9 @@ def test_every_layer_but_the_first_is_pushed_while_backward_runs(beside_one_pser
     parameter_of = {block.name: block.parameter for block in session.client.run.plan.blocks}
     push = session.client.pservers.push
 
-    async def push_and_record(round_: int, pserver: int, frame: FrameParts) -> bool:
-        is_finite = await push(round_, pserver, frame)
+    def push_and_record(round_: int, pserver: int, frame: FrameParts) -> Work[None]:
+        yield from push(round_, pserver, frame)
         arrived.update(parameter_of[tensor.name] for tensor in parse_frame(b"".join(frame)).tensors)
-        return is_finite
 
     session.client.pservers.push = push_and_record
     for _ in range(3):
@@ -187,12 +187,12 @@ def test_a_gradient_that_has_left_may_not_change(
         change(model, optimizer)
 
 
-def test_torch_s_own_gradscaler_is_refused(session: Session) -> None:
-    weight, optimizer = wrap_weight(session, 4, overlap=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(weight.sum()).backward()
-    with pytest.raises(BadModel, match=r"overlap=True.*GradScaler"):
-        scaler.step(optimizer)
+def test_gradients_without_a_step_do_not_keep_a_session_open(session: Session) -> None:
+    optimizer = wrap_model(session, model := nn.Linear(40, 40), overlap=True, bucket_bytes=100)
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    model(torch.ones(2, 40)).sum().backward()
+    session.close()
 
 
 # ---------------------------------------------------------------------- overlapped pulls
@@ -209,11 +209,12 @@ def test_the_first_layer_computes_while_a_pull_goes_on(session: Session) -> None
     optimizer = overlapping(model, session)
     pull = session.client.pservers.pull
 
-    async def pull_and_wait(*arguments: Any, **options: Any) -> Any:
-        pulled = await pull(*arguments, **options)
-        has_computed = await session.io.loop.run_in_executor(None, gate.wait, 20)
-        assert has_computed, "the first layer waits for the pull's end"
-        return pulled
+    def pull_and_wait(*arguments: Any, **options: Any) -> Work[None]:
+        yield from pull(*arguments, **options)
+        deadline = time.monotonic() + 20
+        while not gate.is_set():
+            assert time.monotonic() < deadline, "the first layer waits for the pull's end"
+            yield time.monotonic() + 0.001
 
     session.client.pservers.pull = pull_and_wait
     model[0].register_forward_hook(lambda *_: gate.set())
@@ -251,10 +252,10 @@ def test_a_saved_or_copied_model_has_the_newest_values_and_does_not_wait(
     copied.state_dict()
 
 
-def late(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def send(*arguments: Any, **options: Any) -> Any:
-        await asyncio.sleep(0.2)
-        return await request(*arguments, **options)
+def late(request: Callable[..., Work[None]]) -> Callable[..., Work[None]]:
+    def send(*arguments: Any, **options: Any) -> Work[None]:
+        yield from pause(0.2)
+        yield from request(*arguments, **options)
 
     return send
 

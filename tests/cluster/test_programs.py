@@ -31,30 +31,6 @@ HAS_LIBRARIES = all(find_spec(name) is not None for name in ("transformers", "ac
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("flags", "local_steps", "rounds"),
-    [
-        pytest.param("--mode sync", 0, STEPS, marks=pytest.mark.extended),
-        pytest.param("--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.soak),
-        pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.soak),
-        pytest.param("--mode ssp --max-staleness 2", 4, 2 * STEPS // 4, marks=pytest.mark.soak),
-    ],
-)
-def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: int, rounds: int) -> None:
-    arguments = ("--json", *flags.split(), "--", "python", DIGITS)
-    settings = {"GRADPOST_LOCAL_STEPS": str(local_steps)}
-    with RunningUp(*arguments, folder=tmp_path, **settings) as up:
-        code, stdout, stderr = up.finish()
-    assert code == 0, stderr
-    summary, mode = json.loads(stdout), flags.split()[1]
-    assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, "HTTP/2")
-    assert summary["rounds"] == rounds
-    assert summary["results"]["accuracy"] >= 0.97
-    assert stderr.count("accuracy on 360 held-out images: ") == 2
-    assert stderr.count(f"] trained: mode={mode} transport=HTTP/2 accuracy=") == 2
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize(
     ("command", "said"),
     [
         ("gan.py --steps 40", r"\d+% of the points are near a centre, and \d of 8 centres have points"),

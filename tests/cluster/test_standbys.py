@@ -43,7 +43,7 @@ def has_bits(run: FaultyRun, index: int) -> bool:
         with suppress(httpx.TransportError):  # a killed one is listed until its lease ends
             answer = httpx.get(f"{standby.address}/v1/state", params={"digest": "true"}, timeout=30, trust_env=False)
             state = PserverState.from_answer(answer.raise_for_status().content)
-            found.append((state.round, state.run, state.digest))
+            found.append((state.round, state.run, str(state.digest).partition("-")[0]))
     return found == [(leader.round, leader.run, str(leader.digest).partition("-")[0])]
 
 
@@ -69,7 +69,7 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
         made = run.make_checkpoint()
         run.wait_for_round(made + 20)
         run.cluster.view.roll_back(made)
-        run.wait_for_line("replica copied", 2, of="standby of pserver 1")
+        run.wait_for_line("replica restored", of="standby of pserver 1")
         for index in (0, 1):
             wait_for_standby(run, index, run.cluster.view.pserver_state(index).round + 20, attempt=1)
         for child in run.cluster.trainers:
@@ -80,7 +80,7 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
         assert not [s for s in run.cluster.status().standbys if s.follows == 0]
         lines = [json.loads(line.partition("] ")[2]) for line in run.lines if line.startswith("[standby of pserver 1")]
         copied = [line["round"] for line in lines if line["event"] == "replica copied"]
-        assert len(copied) == 2
+        assert len(copied) == 1
         assert not [line for line in lines if line["level"] == "error"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from signal import SIGKILL
 from typing import Any
@@ -14,12 +13,11 @@ from torch import nn
 
 from ps_protocol.errors import TrainerLost
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client import ParameterClient, RemoteOptimizer, Session
+from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
 from .training import (
-    NUMBERS,
     SGD,
     assert_identical,
     run_all,
@@ -38,56 +36,16 @@ def cluster(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(min_block_size=4, on_trainer_loss="fail")
 
 
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {spec.name: torch.full(spec.shape, value) for spec in SPECS}
+def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster) -> None:
+    def work(session: Session) -> None:
+        weight, optimizer = wrap_weight(session, 4)
+        if session.rank == 0:
+            session.client.coordinator.counted_round = 1  # a pserver may have its whole contribution
+            return
+        with pytest.raises(TrainerLost, match="trainer 0 failed: it left in the middle of round 1"):
+            step_with(optimizer, weight)
 
-
-async def start(client: ParameterClient) -> None:
-    await client.declare(SPECS, SGD)
-    if client.joined.rank == client.uploader:
-        await client.send_initial(tensors(10.0))
-
-
-@pytest.mark.asyncio
-async def test_a_round_of_parameter_clients(cluster: LocalCluster) -> None:
-    async def train(rank: int) -> dict[str, torch.Tensor]:
-        async with ParameterClient(cluster.address, rank=rank) as client:
-            await start(client)
-            first = await client.get(0)
-            assert torch.equal(first["w"], torch.full((4, 3), 10.0))
-            for round_ in (1, 2):
-                gradients = tensors(1.0 + rank)
-                if round_ == 2:
-                    del gradients["b"]  # no gradient in this round
-                await client.send(round_, gradients, NUMBERS)
-                await client.batch_barrier(round_)
-                some = await client.get(round_, ["w"])
-                assert list(some) == ["w"]
-                await client.fetch_barrier(round_)
-            return await client.get(2)
-
-    for values in await asyncio.gather(train(0), train(1)):
-        assert torch.equal(values["w"], torch.full((4, 3), 7.0))  # 10 - 1.5 - 1.5
-        assert torch.equal(values["b"], torch.full((5,), 8.5))
-        assert values["s"].item() == 7.0
-
-
-@pytest.mark.asyncio
-async def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster) -> None:
-    async def leave_early() -> None:
-        async with ParameterClient(cluster.address, rank=0) as client:
-            await start(client)
-            await client.send(1, tensors(1.0), NUMBERS)
-
-    async def wait_for_it() -> None:
-        async with ParameterClient(cluster.address, rank=1) as client:
-            await start(client)
-            with pytest.raises(TrainerLost, match="trainer 0 failed: it left in the middle of round 1"):  # noqa: PT012
-                await client.send(1, tensors(1.0), NUMBERS)  # the other may have left by now
-                await client.batch_barrier(1)
-                await client.get(1)
-
-    await asyncio.gather(leave_early(), wait_for_it())
+    run_all(cluster, work)
 
 
 def test_all_trainers_start_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:
@@ -110,7 +68,7 @@ def test_parameters_without_names_are_called_by_position(
 @pytest.mark.extended
 def test_a_run_may_end_before_it_has_initial_values(alone: LocalCluster) -> None:
     def declare_only(session: Session) -> None:
-        session.io.run(session.client.declare(SPECS, SGD))
+        session.client.declare(SPECS, SGD)
 
     run_all(alone, declare_only)
     run_all(alone, lambda session: train_remotely("SGD", session), retry_seconds=20)

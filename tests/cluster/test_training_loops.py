@@ -185,15 +185,31 @@ def test_the_wrapped_optimizer_is_not_changed_behind_the_run(session: Session) -
     inner = torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9)
     optimizer = RemoteOptimizer(inner, session=session)
     take_steps(optimizer, weight)
-    state_dict = optimizer.state_dict()
-    state_dict["param_groups"][0]["lr"] = 0.5
     with pytest.raises(BadModel, match=r"call load_state_dict\(\) of the RemoteOptimizer"):
-        inner.load_state_dict(state_dict)
+        inner.load_state_dict(optimizer.state_dict())
     with pytest.raises(BadModel, match="a parameter group cannot be added"):
         inner.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
-    optimizer.load_state_dict(state_dict)
-    assert [group["lr"] for group in inner.param_groups] == [0.5]
-    assert inner.param_groups is optimizer.param_groups
+    for changed in (inner, optimizer):
+        with pytest.raises(BadModel, match="Before the first step, change what"):
+            changed.state.clear()
+        changed.state[weight] = {"momentum_buffer": torch.zeros(8)}
+        with pytest.raises(BadModel, match="Before the first step, change what"):
+            take_steps(optimizer, weight)
+        del changed.state[weight]
+    take_steps(optimizer, weight)
+
+
+def test_state_is_loaded_before_the_first_step_only(session: Session) -> None:
+    weight = nn.Parameter(torch.zeros(8))
+    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9), session=session)
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(optimizer, weight)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(BadModel, match="before the first step only"):
+        optimizer.load_state_dict(state_dict)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0]
+    take_steps(optimizer, weight)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
@@ -207,12 +223,9 @@ def test_distributed_checkpoints_take_no_step(ps_or_ring: LocalCluster, cls: Cal
             optimizer.zero_grad()
             state_dict = get_optimizer_state_dict(model, optimizer)
             assert optimizer.round == round_
-        set_optimizer_state_dict(model, optimizer, state_dict)
-        take_steps(optimizer, model.weight, num_steps=1)
-        assert optimizer.round == 4
-        return {key: float(value) for key, value in optimizer.state_dict()["state"].get(0, {}).items() if key == "step"}
+        return {name: float(value) for name, value in state_dict["state"].get("weight", {}).items() if name == "step"}
 
-    assert run_all(ps_or_ring, train) == [{"step": 4.0} if cls is torch.optim.Adam else {}]
+    assert run_all(ps_or_ring, train) == [{"step": 3.0} if cls is torch.optim.Adam else {}]
 
 
 ASSIGNED: dict[str, Callable[[Any], object]] = {
@@ -220,8 +233,6 @@ ASSIGNED: dict[str, Callable[[Any], object]] = {
     "an entry of param_groups": lambda optimizer: operator.setitem(
         optimizer.param_groups, 0, {**optimizer.param_groups[0], "lr": 0.05}
     ),
-    "state": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
-    "no entries of state": lambda optimizer: optimizer.state.clear(),
     "defaults": lambda optimizer: setattr(optimizer, "defaults", {**optimizer.defaults, "lr": 0.05}),
     "a hook": lambda optimizer: optimizer.register_step_pre_hook(
         lambda hooked, *_: operator.setitem(hooked.param_groups[0], "lr", 0.05)
@@ -246,3 +257,23 @@ def test_what_a_script_assigns_to_either_optimizer_counts(ps_or_ring: LocalClust
         return [*weight.tolist(), shown["param_groups"][0]["lr"], len(shown["state"])]
 
     check_like_torch(ps_or_ring, train)
+
+
+def assign(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("change", [assign, lambda optimizer: optimizer.state.clear()], ids=["assigned", "cleared"])
+def test_a_trainer_that_steps_itself_begins_again_without_state(
+    shared_cluster: StartCluster, change: Callable[[Optimizer], None]
+) -> None:
+    def train(wrap: Wrap) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
+        take_steps(optimizer, weight)
+        change(optimizer)
+        take_steps(optimizer, weight)
+        return [*weight.tolist(), len(optimizer.state_dict()["state"])]
+
+    check_like_torch(shared_cluster(trainers=1, strategy="ring"), train)

@@ -133,9 +133,10 @@ class WireTrainer:
             body = encode_blocks(self.plan, shard, value=0.0)
             await self._post(info.address + INITIAL, headers=self.fence(0, info.index), content=body)
 
-    async def push(self, round_: int, value: float = 1.0) -> None:
-        """Push the whole contribution to every pserver."""
+    async def push(self, round_: int, *values: float) -> None:
+        """Push the whole contribution to every pserver; `values` are the elements for each, 1 by default."""
         for info, shard in zip(self.ready.pservers, self.plan.shards, strict=True):
+            value = values[info.index] if values else 1.0
             body = encode_blocks(self.plan, shard, completion(len(shard)), value)
             await self._post(info.address + SEND, headers=self.fence(round_, info.index), content=body)
 

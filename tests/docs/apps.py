@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,11 +14,6 @@ from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.app import make_pserver_app
-from services.pserver.durable.disk import Disk
-from services.pserver.following.app import make_follower_app
-from services.pserver.following.follower import Follower
-from services.pserver.following.metrics import StandbyMetrics
-from services.pserver.following.promotion import Promotion
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
@@ -36,17 +30,6 @@ async def run_pserver() -> AsyncIterator[tuple[Pserver, FastAPI]]:
         yield pserver, make_pserver_app(pserver, metrics)
     finally:
         compute.close()
-
-
-@asynccontextmanager
-async def run_standby() -> AsyncIterator[FastAPI]:
-    """Yield the application of a standby that has no leader yet."""
-    async with run_pserver() as (pserver, _), httpx.AsyncClient() as http:
-        pserver.disk = Disk(Path("not-opened"))
-        metrics = ServiceMetrics("standby")
-        follower = Follower(0, pserver, http, lambda: http, ComputeExecutor(), StandbyMetrics(metrics.registry))
-        promotion = Promotion(follower, pserver, http2=True, local=None, on_promoted=lambda _: None)
-        yield make_follower_app(follower, promotion, metrics)
 
 
 @asynccontextmanager

@@ -117,7 +117,7 @@ EXAMPLES: tuple[Any, ...] = (
     PserverHeartbeatReply(complete=(0, 30)),
     InstallRun(
         run=RUN, attempt=1, plan=PLAN, incarnation=2, membership=MEMBERSHIP, consistency=Consistency(),
-        nonfinite="reject", round_timeout_seconds=340, durability="log", checkpoint_rounds=30, restore=41,
+        nonfinite="reject", patience_seconds=340, durability="log", checkpoint_rounds=30, restore=41,
         began={0: None, 1: 41}, uploader=0, number=7,
     ),
     Freeze(run=RUN, attempt=1, number=8),
@@ -134,7 +134,7 @@ EXAMPLES: tuple[Any, ...] = (
     ServedRun(
         installed=InstallRun(
             run=RUN, attempt=1, plan=PLAN, incarnation=2, membership=MEMBERSHIP, consistency=Consistency(),
-            nonfinite="reject", round_timeout_seconds=340, durability="log", uploader=0, number=8,
+            nonfinite="reject", patience_seconds=340, durability="log", uploader=0, number=8,
         ),
         torch="2.11.0+cpu", cpu="AVX2",
     ),

@@ -31,7 +31,6 @@ from ps_protocol.membership import Membership
 from ps_protocol.optimizers import RULES
 from services.coordinator.metrics import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
-from services.pserver.following.metrics import StandbyMetrics
 from services.pserver.metrics import PserverMetrics
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
@@ -95,15 +94,12 @@ EXPOSED = {"counter": ("counter", "_total"), "info": ("gauge", "_info")}  # the 
 def renew_metrics(text: str) -> str:
     """Return the page with the metrics that each role makes."""
     service, coordinator, pserver = ServiceMetrics("any").registry, CollectorRegistry(), CollectorRegistry()
-    standby = CollectorRegistry()
-    StandbyMetrics(standby)
     measure_cluster(make_cluster(), coordinator)
     PserverMetrics(pserver, ComputeExecutor())
     tables = {
         "Every service": _describe_metrics(service, "gradpost_"),
         "Coordinator": _describe_metrics(coordinator),
         "Pserver": _describe_metrics(pserver),
-        "Standby": _describe_metrics(standby),
         "Trainer": _describe_metrics(TrainerMetrics().registry),
     }
     if sys.platform == "linux":  # prometheus_client exposes less of a process elsewhere
@@ -329,14 +325,13 @@ def _write_type(kind: Any) -> str:
 
 # Public methods for other packages of Gradpost, not for scripts.
 INTERNAL = {
-    "check_open", "call_at_close",  # Session
-    "begin_run", "adopt_results",  # ParameterClient
+    "check_open", "check_process",  # Session
 }  # fmt: skip
 
 
 def renew_api(text: str) -> str:
     """Return the page with the signatures and docstrings of all public names, but for the errors."""
-    order = ("connect", "RemoteOptimizer", "wrap_optimizers", "Session", "GradScaler", "ParameterClient")
+    order = ("connect", "RemoteOptimizer", "wrap_optimizers", "Session")
     assert {*order, *errors.__all__} == {*gradpost.__all__}
     shown = [_describe_name(f"gradpost.{name}", getattr(gradpost, name)) for name in order]
     own_step = _describe_callable("####", "NamedOptimizer.step", NamedOptimizer.step)

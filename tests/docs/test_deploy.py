@@ -16,7 +16,7 @@ from .stage import run_shell
 
 [SCRIPT] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
 PROXIES = section(read("deploy.md"), "Behind proxies")
-for language in ("nginx", "haproxy", "caddy", "yaml"):  # tests/cluster/test_surroundings.py runs the first two
+for language in ("nginx", "haproxy"):  # tests/cluster/test_surroundings.py runs them
     examples(PROXIES, language)
 
 # Print the objects instead of sending them to a cluster.

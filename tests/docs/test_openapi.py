@@ -20,7 +20,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from ..raising import raises_code
 from ..unit.protocol.test_messages import find_unbounded
-from .apps import call, run_coordinator, run_pserver, run_standby
+from .apps import call, run_coordinator, run_pserver
 
 Document: TypeAlias = dict[str, Any]
 
@@ -30,13 +30,14 @@ FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)
 CONTROL = {routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT}
 INSPECTION = {routes.STATE, routes.SHARD, routes.BLOCK_STATISTICS, routes.BUFFERS}
 REPLICATION = {routes.UPDATES, routes.SHARD_COPY, routes.SHARD_DIGESTS}
-OF_A_PSERVER = TENSORS | CONTROL | INSPECTION | REPLICATION
+FAIL_OVER = {routes.FENCE_STANDBY, routes.PROMOTE_STANDBY}
+OF_A_PSERVER = TENSORS | CONTROL | INSPECTION | REPLICATION | FAIL_OVER
 HEADERS = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
 
 
 async def read_documents() -> dict[str, Document]:
-    async with run_pserver() as (_, pserver), run_coordinator() as coordinator, run_standby() as standby:
-        apps = {"pserver": pserver, "coordinator": coordinator, "standby": standby}
+    async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
+        apps = {"pserver": pserver, "coordinator": coordinator}
         return {name: await read_document(app) for name, app in apps.items()}
 
 

@@ -1,7 +1,8 @@
-"""`docs/protocol.md`: its tables of headers, plan members and requests match the code."""
+"""`docs/protocol.md` and `docs/replication.md`: headers, plan members and requests match the code."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from ps_config.tokens import SCOPES, TokenFolder
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
-from ps_protocol.routes import FENCE_STANDBY, PROMOTE_STANDBY
 from services.runtime.scopes import ROUTE_SCOPES
 from services.runtime.security import Guard
 
-from .apps import call, run_coordinator, run_pserver, run_standby
-from .markdown import codes, example_plan, examples, read, section, table, tables
+from .apps import call, run_coordinator, run_pserver
+from .markdown import codes, example_plan, examples, read, section, table, tables, without_code
 from .messages import EXAMPLES, messages_in
 from .reference import list_messages
 
@@ -62,14 +62,12 @@ def served_routes(app: FastAPI) -> set[tuple[str, str]]:
 
 @pytest.mark.asyncio
 async def test_every_route_has_a_scope_and_every_documented_request_a_route() -> None:
-    async with run_pserver() as (_, pserver), run_coordinator() as coordinator, run_standby() as standby:
-        own = {("PUT", FENCE_STANDBY), ("PUT", PROMOTE_STANDBY)}
-        assert own <= served_routes(standby)
-        served = served_routes(pserver) | served_routes(coordinator) | own
+    async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
+        served = served_routes(pserver) | served_routes(coordinator)
     assert served == ROUTE_SCOPES.keys()  # a route without a scope could be called by any client
-    requests = [codes(row.get("request", "")) for rows in tables(section(TEXT, "Endpoints")) for row in rows]
-    documented = {tuple(code.split()) for found in requests for code in found if "/v1/" in code}
-    assert len(documented) > 20
+    text = without_code(TEXT + read("replication.md"))
+    documented = {tuple(code.split()) for code in codes(text) if re.match(r"[A-Z]+ /v1/", code)}
+    assert len(documented) > 15
     assert documented <= served
     assert all(f"`{scope}`" in section(TEXT, "Who may call what") for scope in SCOPES)
 

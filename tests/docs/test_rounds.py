@@ -85,7 +85,7 @@ async def run_example() -> AsyncIterator[httpx.AsyncClient]:
     fence = Fence.from_headers(SEND.headers)
     install = InstallRun(
         run=fence.run, attempt=0, plan=PLAN, incarnation=1, consistency=Consistency(), nonfinite="reject",
-        round_timeout_seconds=10, uploader=0, number=1, membership=Membership({0: 1}),
+        patience_seconds=10, uploader=0, number=1, membership=Membership({0: 1}),
     )  # fmt: skip
     async with run_pserver() as (pserver, app), call(app) as http:
         await pserver.adopt_identity(PserverRegistered(index=0, incarnation=1, lease_seconds=10))

@@ -43,7 +43,7 @@ ALERTS: dict[str, tuple[dict[str, str], int]] = {
     "GradpostCheckpointOld": (  # one shard's is no use without the others
         {'gradpost_checkpoint_time_seconds{pserver="0"}': "1", 'gradpost_checkpoint_time_seconds{pserver="1"}': "1+15",
          **TRAINING}, 65 * MINUTE),
-    "GradpostNonFiniteGradients": ({"gradpost_nonfinite_pushes_total": "0+1"}, 15),
+    "GradpostNonFiniteGradients": ({"gradpost_rounds_skipped_total": "0+1"}, 15),
     "GradpostRetriesHigh": (
         {'gradpost_trainer_retries_total{reason="ReadError"}': "0+1",
          'gradpost_trainer_requests_total{route="/v1/get"}': "0+15"}, 10 * MINUTE),
@@ -70,7 +70,7 @@ NEARLY: dict[str, dict[str, str]] = {
     },
     "GradpostCheckpointFails": {"gradpost_checkpoint_failures_total": "3"},
     "GradpostCheckpointOld": {"gradpost_checkpoint_time_seconds": "1", **FINISHED},
-    "GradpostNonFiniteGradients": {"gradpost_nonfinite_pushes_total": "7"},
+    "GradpostNonFiniteGradients": {"gradpost_rounds_skipped_total": "7"},
     "GradpostRetriesHigh": {
         'gradpost_trainer_retries_total{reason="ReadError"}': "0+1",
         'gradpost_trainer_requests_total{route="/v1/get"}': "0+20",
