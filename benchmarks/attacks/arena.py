@@ -15,11 +15,10 @@ from pathlib import Path
 
 import httpx
 
-from ps_config.certificates import TlsFiles
+from ps_http2.client import Http2Transport
 from ps_protocol.routes import GET, HEALTH, SEND, SHARD, STATE
 from tests.cluster.wire import WireTrainer
 from trainer_client.testing import LocalCluster
-from trainer_client.transport.exchange import make_bulk_transport
 
 from .target import Outcome, Target
 
@@ -50,7 +49,7 @@ class Arena:
         self.cluster = cluster
         self._trainer = trainer
         self._http = http
-        self._good = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=True), timeout=None)
+        self._good = httpx.AsyncClient(transport=Http2Transport(), timeout=None)
         address = trainer.ready.pservers[0].address
         self.target = Target(address, cluster.address, HEALTH, f"{SHARD}?name=large.block0", SEND, {**trainer.fence(1)})
 

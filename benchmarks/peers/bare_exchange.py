@@ -1,7 +1,6 @@
 """Our HTTP/2 with nothing above it: what a round costs without fences, checks, frames, retries and metrics.
 
-A trainer pushes its part to each server, and then asks each one for the new values; a server steps once all trainers
-have asked. With one server both are one request. So a round has as many requests as one of ours.
+A trainer pushes its part to each server in the request for the new values; a server steps once all trainers have asked.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
 from ps_config.hosts import take_port
 from ps_http2.asgi import receive_into
-from ps_http2.client import Http2Transport
+from ps_http2.polled_client import PolledTransport
 from services.runtime.server import UvicornServer
 from services.runtime.settings import ServiceSettings
-from trainer_client.transport.exchange import raw_parts
 
 from .raw_sockets import connect, part_of
 
@@ -35,13 +33,9 @@ class Server:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        _, rank, kind = scope["path"].split("/")
-        body = memoryview(b"")
-        if kind in ("push", "step"):
-            await self._stage(int(rank), scope, receive)
-        if kind in ("get", "step"):
-            await self._wait()
-            body = memoryview(self._values).cast("B")
+        await self._stage(int(scope["path"][1:]), scope, receive)
+        await self._wait()
+        body = memoryview(self._values).cast("B")
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -94,29 +88,23 @@ def train(work: Work, rank: int, port: int) -> None:
     values = np.zeros_like(gradient)
     pushed, pulled = memoryview(gradient).cast("B"), memoryview(values).cast("B")
     parts = [slice(4 * part.start, 4 * part.stop) for part in (part_of(work, i) for i in range(work.num_servers))]
-    loop, transport = asyncio.new_event_loop(), Http2Transport()
+    urls = [f"http://127.0.0.1:{port + index}/{rank}" for index in range(work.num_servers)]
     for index in range(work.num_servers):
         connect(port + index).close()  # waits until it listens
+    transport = PolledTransport()
 
-    async def send(index: int, path: str, body: tuple[memoryview, ...], sink: Memory | None = None) -> None:
-        response = await transport.send("POST", f"http://127.0.0.1:{port + index}{path}", [], body, sink)
-        async for _ in raw_parts(response):
-            pass
-        await response.aclose()
+    def exchange() -> None:
+        calls = [
+            transport.begin("POST", url, [], (pushed[part],), Memory(pulled[part]))
+            for url, part in zip(urls, parts, strict=True)
+        ]
+        while not all(call.is_done for call in calls):
+            transport.wait(10.0)
+        for call in calls:
+            call.finish()
 
-    async def exchange() -> None:
-        if len(parts) == 1:
-            await send(0, f"/{rank}/step", (pushed,), Memory(pulled))
-            return
-        await asyncio.gather(*(send(index, f"/{rank}/push", (pushed[part],)) for index, part in enumerate(parts)))
-        await asyncio.gather(*(send(i, f"/{rank}/get", (), Memory(pulled[part])) for i, part in enumerate(parts)))
-
-    take_rounds(
-        rank,
-        lambda: loop.run_until_complete(exchange()),
-        lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds),
-    )
-    loop.run_until_complete(transport.aclose())
+    take_rounds(rank, exchange, lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds))
+    transport.close()
 
 
 def main() -> None:
