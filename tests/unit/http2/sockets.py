@@ -186,8 +186,10 @@ async def serving(
     With `local` the server listens on that Unix socket alone.
     """
     connections: list[asyncio.Task[Any]] = []
+    writers: list[asyncio.StreamWriter] = []
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         connections.append(asyncio.create_task(talk(reader, writer)))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,7 +210,11 @@ async def serving(
         server.close()
         for task in connections:
             task.cancel()
-        for ended in await asyncio.gather(*connections, return_exceptions=True):
+        results = await asyncio.gather(*connections, return_exceptions=True)
+        for writer in writers:  # also of a task that was cancelled before its first step
+            writer.transport.abort()
+        await asyncio.sleep(0)
+        for ended in results:
             if isinstance(ended, Exception) and not isinstance(ended, ConnectionError):
                 raise ended
 
