@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import suppress
+from functools import lru_cache
 from urllib.parse import unquote
 
 import structlog
@@ -50,7 +51,7 @@ def read_scope(headers: Headers) -> Scope:
                 raise ValueError(f"{name!r} is unknown, duplicate, or after other headers")
             pseudo[name] = value
             continue
-        if not _NAME.fullmatch(name) or name in _CONNECTION_HEADERS or (name == b"te" and value != b"trailers"):
+        if not _is_name(name) or (name == b"te" and value != b"trailers"):
             raise ValueError(f"a request over HTTP/2 may not have the header {name!r}")
         if name == b"host":
             if host is not None:
@@ -78,6 +79,11 @@ def read_scope(headers: Headers) -> Scope:
         "query_string": query,
         "headers": regular,
     }
+
+
+@lru_cache(256)  # the headers of each request have the same names
+def _is_name(name: bytes) -> bool:
+    return _NAME.fullmatch(name) is not None and name not in _CONNECTION_HEADERS
 
 
 async def receive_into(buffer: memoryview, scope: Scope, receive: Receive) -> tuple[int, bool]:
@@ -139,12 +145,16 @@ class Request:
         Clients such as curl lose a response that is followed by a reset.
         """
         with suppress(StreamResetError):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DISCARD_SECONDS):
-                    while not self._body_has_ended:
-                        self._body_has_ended = not (await self._body.read())[1]
+            if not self._body_has_ended:
+                await self._discard_body()
             while not self._stream.is_local_closed:
                 await self._stream.wait_for_change()
+
+    async def _discard_body(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while not self._body_has_ended:
+                    self._body_has_ended = not (await self._body.read())[1]
 
     async def _receive(self) -> Message:
         if self._expects_continue:

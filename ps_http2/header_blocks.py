@@ -50,6 +50,8 @@ def _encode_field(name: bytes, value: bytes) -> bytes:
     """
     if (index := _INDICES.get((name, value))) is not None:
         return bytes([_INDEXED | index])
+    if len(name) < _LONG and len(value) < _LONG:
+        return b"%c%c%b%c%b" % (_NEVER_INDEXED, len(name), name, len(value), value)
     return b"".join((bytes([_NEVER_INDEXED]), encode_integer(len(name), 7), name, encode_integer(len(value), 7), value))
 
 

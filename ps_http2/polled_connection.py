@@ -5,8 +5,8 @@ from __future__ import annotations
 import selectors
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from typing_extensions import override
 
@@ -82,6 +82,25 @@ class Wire:
     abort = close
 
 
+class _Guard:
+    """Loses a connection with any error in its block, and raises those that are not its own: of signal handlers.
+
+    Then it may be unknown how many bytes have moved. A generator as context manager takes three times as long.
+    """
+
+    def __init__(self, connection: PolledConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if error is None or isinstance(error, BlockingIOError | ssl.SSLWantReadError):
+            return True
+        self._connection.lose(error if isinstance(error, OSError) else None)
+        return isinstance(error, OSError)
+
+
 class PolledConnection(ClientConnection):
     """The client's end on a socket that does not block."""
 
@@ -90,6 +109,7 @@ class PolledConnection(ClientConnection):
         self.is_local = is_local  # over a Unix socket
         self._wire = wire
         self._is_secure = isinstance(wire.socket, ssl.SSLSocket)
+        self._guard = _Guard(self)
         wire.watch(_READ, self._handle)
 
     def _handle(self, events: int) -> None:
@@ -102,13 +122,13 @@ class PolledConnection(ClientConnection):
         """Receive what the kernel has; `to_end`: also the end of the connection behind it."""
         num_reads = 0
         to_end |= self._is_secure  # TLS keeps bytes of its own, which no selector reports
-        with self._losing_on_errors():
+        with self._guard:
             while not self._wire.is_closing() and (num_reads < MAX_READS or to_end):
                 num_reads += 1
                 room = self.get_buffer()
                 num_bytes = self._wire.socket.recv_into(room)
                 if not num_bytes:
-                    self._lose(None)
+                    self.lose(None)
                     return
                 is_all = num_bytes < len(room)
                 del room
@@ -116,29 +136,14 @@ class PolledConnection(ClientConnection):
                 if is_all and not to_end:
                     return
 
-    @contextmanager
-    def _losing_on_errors(self) -> Iterator[None]:
-        """Lose the connection with any error, and raise all but its own: those of signal handlers of the script.
-
-        Then it may be unknown how many bytes have moved.
-        """
-        try:
-            yield
-        except (BlockingIOError, ssl.SSLWantReadError):
-            pass
-        except OSError as error:
-            self._lose(error)
-        except BaseException:
-            self._lose(None)
-            raise
-
-    def _lose(self, error: Exception | None) -> None:
+    def lose(self, error: Exception | None) -> None:
+        """End the connection and its calls with an error."""
         self._wire.abort()
         self.end(error)
 
     @override
     def close(self) -> None:
-        self._lose(None)
+        self.lose(None)
 
     @override
     def check_liveness(self) -> bool:
@@ -152,7 +157,7 @@ class PolledConnection(ClientConnection):
     def write_parts(self) -> None:
         wire, writer = self._wire, self._writer
         is_full = False
-        with self._losing_on_errors():
+        with self._guard:
             while not is_full and not wire.is_closing() and (parts := writer.next_parts()):
                 try:
                     # ssl has no sendmsg

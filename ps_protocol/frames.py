@@ -5,7 +5,8 @@
     data      the tensors, one after another, without holes
 
 Parsing copies no data: an entry is an offset into the caller's buffer. Limits are checked before objects are built.
-The frames of each round contain the same tensors, and other metadata. So what follows from the tensors alone is cached.
+The pushes of each round have the same headers, which are compared and not parsed again. Replies contain the same
+tensors, and other metadata: what follows from the tensors alone is cached.
 The format is https://huggingface.co/docs/safetensors/index#format; `safetensors.torch.load` reads our replies.
 """
 
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import starmap
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import BadInput
 from .vocabulary import DTYPE_BYTES, is_shape, is_size
+
+T = TypeVar("T")
 
 CONTENT_TYPE = "application/x-safetensors"
 LENGTH_BYTES = 8
@@ -59,9 +62,12 @@ class TensorEntry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """A parsed header: where the data section begins in the buffer, and its tensors in the order of their offsets."""
+    """A parsed header: where the data section begins in the buffer, and its tensors in the order of their offsets.
+
+    Frames whose headers are equal may be one object, so that a receiver may remember what it has checked.
+    """
 
     tensors: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
@@ -129,7 +135,8 @@ def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFA
     data_begin = parse_length(body, limits)
     if len(body) < data_begin:
         raise _malformed("the frame ends within its header", expected=f"{data_begin} bytes", actual=len(body))
-    frame = parse_header(bytes(body[LENGTH_BYTES:data_begin]), limits)
+    parse = _choose_cached(data_begin, _parse_known, _parse_large_known, parse_header)
+    frame = parse(bytes(body[LENGTH_BYTES:data_begin]), limits)
     if frame.data_bytes != len(body) - data_begin:
         expected, actual = f"{frame.data_bytes} bytes", len(body) - data_begin
         raise _malformed("the data must be as long as the header states", expected=expected, actual=actual)
@@ -158,13 +165,18 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         text = header.decode()
         metadata, end = _parse_first_metadata(text)
         rest = text if metadata is None else _METADATA + "{}" + text[end:]
-        found, tensors, data_bytes = _choose_parser(len(rest))(rest, limits.max_tensors)
+        parse = _choose_cached(len(rest), _parse_tensors, _parse_large, _parse_tensors.__wrapped__)
+        found, tensors, data_bytes = parse(rest, limits.max_tensors)
     except (ValueError, RecursionError) as error:
         raise _malformed(f"the frame's header is not JSON: {error}") from None
     metadata = found if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _malformed("__metadata__ must map strings to strings")
     return Frame(tensors, metadata, LENGTH_BYTES + len(header), data_bytes)
+
+
+_parse_known = lru_cache(NUM_CACHED)(parse_header)
+_parse_large_known = lru_cache(NUM_LARGE_CACHED)(parse_header)
 
 
 def _parse_first_metadata(text: str) -> tuple[Any, int]:
@@ -197,10 +209,13 @@ def _parse_tensors(text: str, max_tensors: int) -> tuple[Any, tuple[TensorEntry,
 _parse_large = lru_cache(NUM_LARGE_CACHED)(_parse_tensors.__wrapped__)
 
 
-def _choose_parser(num_bytes: int) -> Callable[[str, int], tuple[Any, tuple[TensorEntry, ...], int]]:
+def _choose_cached(
+    num_bytes: int, small: Callable[..., T], large: Callable[..., T], uncached: Callable[..., T]
+) -> Callable[..., T]:
+    """Return the cached function for a text of this size."""
     if num_bytes <= MAX_CACHED_BYTES:
-        return _parse_tensors
-    return _parse_large if num_bytes <= MAX_LARGE_CACHED_BYTES else _parse_tensors.__wrapped__
+        return small
+    return large if num_bytes <= MAX_LARGE_CACHED_BYTES else uncached
 
 
 def _check_surrogates(text: str, parsed: Any) -> None:

@@ -92,6 +92,8 @@ class Bucket:
         dtype = dtypes.pop() if small and len(dtypes) == 1 else None
         # All small blocks, some of them of an earlier step; None if their dtypes differ.
         self._small = None if dtype is None else torch.frombuffer(small, dtype=dtype)
+        self._header: memoryview | None = None  # of the newest frame, if all entries were filled
+        self._announced: Completion | None = None  # the completion in it
         self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of small blocks
         offset = begin = 0
         for entry in entries:
@@ -131,11 +133,17 @@ class Bucket:
                 return entry.block.parameter
         return None
 
-    def frame(self, metadata: Mapping[str, str] | None = None) -> FrameParts:
-        """Return the encoded frame of the filled blocks with this metadata, in parts."""
-        header = encode_header([tensor for entry in self.present for tensor in entry.tensors], metadata)
-        parts = [memoryview(header)]
-        for segment in self._segments if len(self.present) == len(self.entries) else self.present:
+    def frame(self, completion: Completion | None = None) -> FrameParts:
+        """Return the frame of the filled blocks, in parts; the last one of a contribution has its completion."""
+        is_full = len(self.present) == len(self.entries)
+        if not is_full or self._header is None or completion != self._announced:
+            tensors = [tensor for entry in self.present for tensor in entry.tensors]
+            header = memoryview(encode_header(tensors, None if completion is None else completion.to_metadata()))
+            self._header, self._announced = header if is_full else None, completion
+        else:
+            header = self._header
+        parts = [header]
+        for segment in self._segments if is_full else self.present:
             parts += segment.parts() if isinstance(segment, BucketEntry) else [segment]
         if sum(map(len, parts)) < MIN_LENT_BYTES:  # one write costs less than several
             return (memoryview(b"".join(parts)),)
@@ -155,12 +163,12 @@ class PushBuckets:
                 self.holding.setdefault(name, []).append(bucket)
 
 
-def describe_push(shard: Sequence[Bucket], completion: Completion, num_loaded: int = 0) -> dict[str, str]:
-    """Return the metadata of the last frame of a contribution to a pserver, whose buckets are filled.
+def count_blocks(shard: Sequence[Bucket], completion: Completion, num_loaded: int = 0) -> Completion:
+    """Return the completion of a contribution to one pserver, whose buckets are filled.
 
     `num_loaded`: the number of slots and step states in other frames.
     """
-    return replace(completion, num_blocks=sum(len(bucket.present) for bucket in shard) + num_loaded).to_metadata()
+    return replace(completion, num_blocks=sum(len(bucket.present) for bucket in shard) + num_loaded)
 
 
 def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:

@@ -178,24 +178,26 @@ class PserverConnection:
         self.news.check_failure()
         self.refresh()
         info, deadline = self.info, time.monotonic() + self.deadline_seconds
-        with self.metrics.request(route):
-            work = send_once()
-            try:
-                while True:
-                    yield min(next(work), deadline)
-                    self.news.check_failure()
-                    if self.news.has_newer(info) or time.monotonic() >= deadline:
-                        raise httpx.ReadTimeout("no answer in time")
-            except StopIteration as end:
+        counted = self.metrics.of_route(route)
+        begun = counted.begin()
+        work = send_once()
+        try:
+            while True:
+                yield min(next(work), deadline)
+                self.news.check_failure()
+                if self.news.has_newer(info) or time.monotonic() >= deadline:
+                    raise httpx.ReadTimeout("no answer in time")
+        except StopIteration as end:
+            self.news.mark_reachable(info.index)
+            result: T = end.value
+            return result
+        except GradpostError:
+            if self.news.failure is None:
                 self.news.mark_reachable(info.index)
-                result: T = end.value
-                return result
-            except GradpostError:
-                if self.news.failure is None:
-                    self.news.mark_reachable(info.index)
-                raise
-            finally:
-                work.close()
+            raise
+        finally:
+            work.close()
+            counted.end(begun)
 
     def _wait(self, work: Work[None]) -> Work[None]:
         """Wait, but raise the error that ended the run at once."""

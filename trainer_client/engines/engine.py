@@ -19,7 +19,7 @@ class StepGradients(NamedTuple):
     """The contribution of one trainer, or one process, to a step."""
 
     gradients: Mapping[str, Tensor]  # by parameter name, of shape (numel,); parameters without a gradient are left out
-    completion: Completion = Completion(0, [])  # PserverEngine sets `computed_on`, `describe_push` the counts
+    completion: Completion = Completion(0, [])  # PserverEngine sets `computed_on`, `count_blocks` the counts
     is_finite: bool = True  # False: the gradients have overflowed, and were cleared
 
 

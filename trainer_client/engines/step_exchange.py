@@ -18,7 +18,7 @@ from ps_protocol.errors import BadInput, GradpostError
 from ps_protocol.requests import Barrier, Completion
 from ps_protocol.vocabulary import PserverIndex, Round
 
-from ..client.buckets import Bucket, FrameParts, describe_push
+from ..client.buckets import Bucket, FrameParts, count_blocks
 from ..client.pserver_group import MAX_CONCURRENT_PUSHES
 from ..client.run_client import RunClient
 from ..transport.destinations import PullProgress
@@ -106,7 +106,7 @@ class StepExchange:
             shard = self._buckets.shards[bucket.pserver]
             if bucket is shard[-1]:
                 num_loaded = state_frames[bucket.pserver].num_entries if state_frames else 0
-                frame = bucket.frame(describe_push(shard, completion, num_loaded))
+                frame = bucket.frame(count_blocks(shard, completion, num_loaded))
                 if self._pservers.takes_whole_steps:
                     self._last[bucket.pserver] = frame
                 else:
@@ -115,7 +115,7 @@ class StepExchange:
                 self._push(bucket.pserver, bucket.frame())
         self._barrier = None if self._client.joined.consistency.is_async else Barrier("batch", is_finite)
         self._has_all_frames = True
-        self._client.io.make_progress()
+        self._client.io.notify()
 
     def _push(self, pserver: PserverIndex, frame: FrameParts) -> None:
         self._frames.append((pserver, frame))

@@ -155,6 +155,11 @@ class Exchange:
             self.wake()
             started.wait_for_end(self._thread)
 
+    def notify(self) -> None:
+        """Let work look again at what it waits for: on the thread now, else with the next `make_progress` or `wait`."""
+        if self._thread is not None:
+            self.wake()
+
     def make_progress(self) -> None:
         """Let work look again at what it waits for, and send and receive what is possible at once. Does not block."""
         if self._thread is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 from torch import Tensor
 
 from ps_protocol.errors import BadInput
-from ps_protocol.frames import TensorEntry
+from ps_protocol.frames import NUM_CACHED, Frame, TensorEntry
 from ps_protocol.optimizers import MASTER, SLOTS, OptimizerSpec, StepState, read_states, slot_key, split_key
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import STATES_KEY, Completion
@@ -20,20 +22,37 @@ from ..shard.shard import MASTER_BYTES
 from ..shard.tensors import StagedBlock, view_tensors
 from .staging import Push
 
+FoundBlocks: TypeAlias = list[tuple[str, int, list[int]]]  # block, number of elements, indices of its tensors
 
-def read_push(body: Body, layout: ShardLayout, plan: SlicePlan) -> Push[StagedBlock]:
-    """Return a pushed body without a copy, checked against the plan. Raises BadInput."""
-    metadata = body.frame.metadata
-    assert plan.optimizer is not None  # the plan of a run always has an optimizer
-    if STATES_KEY in metadata:
-        body.is_recurring = False
-        return Push({}, slots=_read_slots(body, layout, plan.optimizer))
-    return Push(read_blocks(body, layout), Completion.from_metadata(metadata, plan.optimizer))
+
+class PushReader:
+    """Reads the pushes of a run. What follows from a header alone is checked once, since it comes in each round."""
+
+    def __init__(self, layout: ShardLayout, plan: SlicePlan) -> None:
+        assert plan.optimizer is not None  # the plan of a run always has an optimizer
+        self._layout = layout
+        self._optimizer = plan.optimizer
+        self._check = lru_cache(NUM_CACHED)(self._check_frame)
+
+    def read(self, body: Body) -> Push[StagedBlock]:
+        """Return a pushed body without a copy, checked against the plan. Raises BadInput."""
+        if STATES_KEY in body.frame.metadata:
+            body.is_recurring = False
+            return Push({}, slots=_read_slots(body, self._layout, self._optimizer))
+        found, completion = self._check(body.frame)
+        return Push(_view_blocks(body, found), completion)
+
+    def _check_frame(self, frame: Frame) -> tuple[FoundBlocks, Completion | None]:
+        return _find_blocks(frame, self._layout), Completion.from_metadata(frame.metadata, self._optimizer)
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
     """Return the blocks of a pushed body by name, without a copy. Raises BadInput."""
-    entries = {entry.name: entry for entry in body.frame.tensors}
+    return _view_blocks(body, _find_blocks(body.frame, layout))
+
+
+def _find_blocks(frame: Frame, layout: ShardLayout) -> FoundBlocks:
+    entries = {entry.name: entry for entry in frame.tensors}
     places: dict[str, BlockPlace] = {}
     for name in entries:
         place = layout.place_of_pushed.get(name)
@@ -42,11 +61,16 @@ def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
         if place.name not in places:
             _find_entries(place.pushed, entries)
             places[place.name] = place
-    views = dict(zip(entries, view_tensors(body, body.frame.tensors), strict=True))
-    return {
-        block: StagedBlock(body, [views[name] for name, _, _ in place.pushed], place.block.num_elements)
-        for block, place in places.items()
-    }
+    index = {name: number for number, name in enumerate(entries)}
+    return [
+        (name, place.block.num_elements, [index[tensor] for tensor, _, _ in place.pushed])
+        for name, place in places.items()
+    ]
+
+
+def _view_blocks(body: Body, found: FoundBlocks) -> dict[str, StagedBlock]:
+    views = view_tensors(body, body.frame.tensors)
+    return {name: StagedBlock(body, [views[index] for index in indices], size) for name, size, indices in found}
 
 
 def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:

@@ -52,7 +52,7 @@ from ..shard.shard import Shard
 from ..shard.tensors import StagedBlock, check_blocks
 from ..waits import Wait, Waits
 from .clocks import Clocks
-from .read_pushes import measure_largest_body, read_initial, read_push
+from .read_pushes import PushReader, measure_largest_body, read_initial
 from .rounds import Rounds
 from .staging import Admission, Push, Staged, check_member
 from .standbys import StandbyConfirmations
@@ -106,6 +106,7 @@ class Run(ABC):
         self.failure: GradpostError | None = None  # the reason that has ended the run
         self.is_readable = False  # True once all initial values have arrived
         self.stalls_at = math.inf  # a time of the loop's clock, while an update is logged and stepped
+        self._push_reader = PushReader(self.shard.layout, plan)
         self.max_body_bytes, self.max_body_tensors = measure_largest_body(plan, index, self.shard.layout)
         self.shard_bytes = plan.shard_bytes(index)
         self.pushed_bytes = 0
@@ -317,7 +318,7 @@ class Run(ABC):
 
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing."""
-        push = read_push(body, self.shard.layout, self.plan)
+        push = self._push_reader.read(body)
         if self.plan.wire.push == "topk":
             await self.compute.run(check_blocks, push.blocks)
         if self.admit_push(fence) == "already_applied":

@@ -75,18 +75,20 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize("borrow", [False, True])
-def test_a_frame_holds_the_filled_values_and_its_metadata(borrow: bool) -> None:
+def test_a_frame_holds_the_filled_values_and_the_newest_completion(borrow: bool) -> None:
     sizes = {"w": 10, "large": 50_000, "v": 7, "larger": 60_000}
     flat = {name: torch.randn(size) for name, size in sizes.items()}
     shards = make_buckets(plan_of(sizes, 2, min_block_size=5), bucket_bytes=1 << 20)
     for bucket in (bucket for shard in shards for bucket in shard):
-        bucket.fill(flat, borrow=borrow)
-        for metadata in ({"a": "1"}, {"a": "x" * 5000}):
-            body = b"".join(bucket.frame(metadata))
+        for filled, rate in ((flat, 0.1), (flat, 0.1), ({"w": flat["w"]}, 0.1), (flat, 0.2)):
+            bucket.fill(filled, borrow=borrow)
+            completion = Completion(4, [{"lr": rate}])
+            body = b"".join(bucket.frame(completion))
             frame = parse_frame(body)
-            assert frame.metadata == metadata
-            for entry, data in zip(bucket.entries, read(frame, body).values(), strict=True):
-                assert torch.equal(data, flat[entry.block.parameter][entry.block.begin : entry.block.end])
+            assert frame.metadata == completion.to_metadata()
+            present = [entry.block for entry in bucket.entries if entry.block.parameter in filled]
+            for block, data in zip(present, read(frame, body).values(), strict=True):
+                assert torch.equal(data, flat[block.parameter][block.begin : block.end])
 
 
 def test_only_borrowed_gradients_are_sent_from_their_own_memory() -> None:
