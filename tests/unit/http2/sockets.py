@@ -23,6 +23,7 @@ from .support import E, H2Peer
 
 GET = [(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"localhost"), (b":path", b"/healthz")]
 OK = [(b":status", b"200")]
+ACCEPT_STEPS = 3  # of the loop, in which it accepts a connection that has been made, though its client may be gone
 
 
 def get(path: bytes) -> Headers:
@@ -207,6 +208,8 @@ async def serving(
     try:
         yield f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
     finally:
+        for _ in range(ACCEPT_STEPS):
+            await asyncio.sleep(0)
         server.close()
         for task in connections:
             task.cancel()
