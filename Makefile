@@ -21,7 +21,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all soak test-gpu chaos golden reference audit bench study clean
+.PHONY: help install train test check test-all soak test-gpu chaos golden reference audit bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,9 +81,6 @@ audit: install ## look up known vulnerabilities of the packages in requirements.
 
 bench: $(BENCH_STAMP) ## measure rounds beside torch.distributed.rpc, gloo, Ray and raw sockets (ARGS=--quick)
 	$(BIN)/python -m benchmarks.comparison $(ARGS)
-
-study: install ## train in every mode and compare, in just under an hour; can be resumed
-	$(BIN)/python benchmarks/consistency/study.py
 
 clean: ## remove generated files
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
