@@ -7,10 +7,13 @@ from pathlib import Path
 import trustme
 
 
-def make_certificates(folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Make an authority and a certificate, and return the settings for TLS and the additional ones for mutual TLS."""
+def make_certificates(folder: Path, *hosts: str) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Make an authority, and a certificate for loopback and these hosts.
+
+    Returns the settings for TLS and the additional ones for mutual TLS.
+    """
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", "localhost")
+    issued = authority.issue_cert("localhost", *{"127.0.0.1", *hosts})
     ca, cert, key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
     authority.cert_pem.write_to_path(str(ca))
     issued.cert_chain_pems[0].write_to_path(str(cert))

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from benchmarks.placement import model_parameters
 
 from .work import Work
 
 MILLION = 1_000_000
-RESNET50 = tuple(spec.num_elements for spec in model_parameters("ResNet-50"))
+
+
+def count_resnet50() -> Iterator[int]:
+    """Yield the elements of each tensor of torchvision's resnet50.
+
+    Convolutions have no bias and are followed by a batch norm of a weight and a bias.
+    """
+    yield from (3 * 64 * 7 * 7, 64, 64)
+    num_inputs = 64
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        num_outputs = 4 * width
+        for block in range(depth):
+            yield from (num_inputs * width, width, width)
+            yield from (width * width * 3 * 3, width, width)
+            yield from (width * num_outputs, num_outputs, num_outputs)
+            if block == 0:  # the shortcut is projected
+                yield from (num_inputs * num_outputs, num_outputs, num_outputs)
+            num_inputs = num_outputs
+    yield from (num_inputs * 1000, 1000)
+
+
+RESNET50 = (*count_resnet50(),)
 
 RAW, RPC_TCP, RPC, GLOO, RAY = "raw_sockets", "torch_rpc_tcp", "torch_rpc", "gloo", "ray"
+DDP = "gloo_ddp"  # overlaps with the backward pass
 BARE = "bare_exchange"  # our HTTP/2 with nothing above it
 ALL = (RAW, RPC_TCP, RPC, GLOO, RAY)
 # With the malloc settings of our services: freed memory is kept, which avoids page faults.
@@ -25,11 +46,12 @@ WORK_100MB_BF16 = Work((25 * MILLION,), rounding=2**-8)
 
 @dataclass(frozen=True)
 class Variant:
-    """Gradpost with these settings of the services."""
+    """Gradpost with these settings of the services and of the trainers."""
 
     work: Work
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_secure: bool = False  # over TLS
+    trainer_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,20 @@ class Case:
     variants: Mapping[str, Variant] = field(default_factory=dict)
     quick_peers: tuple[str, ...] | None = None  # with --quick; None: the whole case is left out
 
+    def resize(self, **numbers: int) -> Case:
+        """Return this case with these numbers of trainers and servers."""
+
+        def resized(variant: Variant) -> Variant:
+            return replace(variant, work=replace(variant.work, **numbers))
+
+        variants = {name: resized(variant) for name, variant in self.variants.items()}
+        return replace(self, ours=resized(self.ours), variants=variants)
+
+    def count_machines(self) -> int:
+        """Return the largest number of servers and trainers."""
+        works = [variant.work for variant in (self.ours, *self.variants.values())]
+        return max(work.num_servers + work.num_trainers for work in works)
+
 
 BFLOAT16 = {"push_type": "bfloat16", "pull_type": "bfloat16"}
 
@@ -52,9 +88,22 @@ def _scaled(num_trainers: int, num_servers: int) -> Variant:
     return Variant(Work((5 * MILLION // 2,), num_trainers=num_trainers, num_servers=num_servers))
 
 
+def _overlapping(elements: tuple[int, ...]) -> tuple[Variant, dict[str, Variant]]:
+    """Return variants of an emulated model: without overlap, and those with it."""
+    plain = Variant(Work(elements, forward_seconds=0.2, backward_seconds=0.4, num_warm_up=2))
+    overlap = {"overlap": True}
+    return plain, {
+        "overlap": replace(plain, trainer_settings=overlap),
+        "overlap_and_pulls": replace(plain, trainer_settings={**overlap, "overlap_pulls": True}),
+    }
+
+
 def _asynchronous(num_trainers: int) -> Variant:
     return Variant(Work((25 * MILLION,), num_trainers=num_trainers, is_exact=False), {"mode": "async"})
 
+
+LAYERS_100MB, LAYERS_100MB_OVERLAP = _overlapping((MILLION,) * 25)
+LAYERS_RESNET50, LAYERS_RESNET50_OVERLAP = _overlapping(RESNET50)
 
 CASES = (
     Case(
@@ -68,7 +117,7 @@ CASES = (
     ),
     Case(
         "resnet50", f"the {len(RESNET50)} tensors of ResNet-50, {sum(RESNET50) / MILLION:.1f} M parameters, SGD",
-        Variant(Work(RESNET50)), num_rounds=5, peers=(RPC_TCP, GLOO),
+        Variant(Work(RESNET50)), num_rounds=5, peers=(RPC_TCP, RPC_TCP_KEEPING, GLOO),
         variants={"sync_100mb_fp32": Variant(WORK_100MB)}, quick_peers=(),
     ),
     Case(
@@ -134,5 +183,13 @@ CASES = (
         "durability", "25 M parameters in one tensor, SGD, nothing kept, beside a log",
         Variant(WORK_100MB), num_rounds=5,
         variants={name: Variant(WORK_100MB, {"durability": name}) for name in ("log", "fsync")},
+    ),
+    Case(
+        "overlap_100mb", "25 layers of 1 M parameters, SGD, a forward pass of 0.2 s and a backward pass of 0.4 s",
+        LAYERS_100MB, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO, DDP), variants=LAYERS_100MB_OVERLAP,
+    ),
+    Case(
+        "overlap_resnet50", f"the {len(RESNET50)} tensors of ResNet-50, SGD, the same passes",
+        LAYERS_RESNET50, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO, DDP), variants=LAYERS_RESNET50_OVERLAP,
     ),
 )  # fmt: skip

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
+from .machines import Machine, count_sent_bytes
 from .work import Work
 
 START_SECONDS = 120.0
@@ -21,7 +24,7 @@ ROUNDS_SECONDS = 300.0  # for those of one repetition
 
 SERVER, TRAINER = "server", "trainer"
 _MARKS = {  # in the command lines of each role
-    SERVER: ("services.pserver", "--role server", "ray::Server"),
+    SERVER: ("-m services.", "--role server", "ray::Server"),
     TRAINER: ("benchmarks.comparison.trainer", "--role trainer", "ray::Trainer"),
 }
 
@@ -33,31 +36,42 @@ class Repetition:
     seconds: float  # a round, the median of all trainers' rounds
     contributions_per_second: float  # of all trainers, each at its own pace
     cpu_seconds: dict[str, float]  # a round, by what the processes do
-    wire_bytes: float  # a round, on the loopback interface
+    wire_bytes: float  # a round, sent by all machines
+    busy_cores: float = 0.0  # of the real machine, on average
     slow_seconds: float = 0.0  # the 99th percentile of all trainers' rounds
+
+    def count_cpu_seconds(self, *roles: str) -> float:
+        """Return the CPU-seconds of these roles in a round."""
+        return sum(self.cpu_seconds.get(role, 0.0) for role in roles)
 
 
 class Contestant:
     """One system, with a connection to each of its trainers."""
 
     def __init__(
-        self, name: str, work: Work, processes: Callable[[], list[psutil.Process]], *, spins: bool = False
+        self,
+        name: str,
+        work: Work,
+        machines: Collection[Machine],
+        processes: Callable[[], list[psutil.Process]],
+        *,
+        spins: bool = False,
     ) -> None:
         """With `spins`, processes that busy-wait are stopped while other systems are measured."""
         self.name = name
         self._spins = spins
         self.work = work
+        self._machines = {*machines}
         self._processes = processes
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._folder = tempfile.TemporaryDirectory()
+        self.control = f"{self._folder.name}/control"  # the Unix socket at which trainers report that they are warm
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.control)
+        self._listener.listen()
         self._listener.settimeout(1.0)
         self._connections: list[socket.socket] = []
         self._lines: list[IO[str]] = []
         self._idle_bytes: dict[int, int] = {}  # by process
-
-    @property
-    def port(self) -> int:
-        """The port at which trainers report that they are warm."""
-        return int(self._listener.getsockname()[1])
 
     def wait_until_warm(self, is_alive: Callable[[], bool]) -> None:
         """Wait until all trainers are warm. Raises RuntimeError if the system ends before, and TimeoutError."""
@@ -91,12 +105,14 @@ class Contestant:
     def take(self, num_rounds: int) -> Repetition:
         """Let it take so many rounds while all other systems wait. Raises RuntimeError if a trainer fails."""
         self._wake()
-        cpu, wire = self._cpu_seconds(), _loopback_bytes()
+        cpu, wire = self._cpu_seconds(), self._sent_bytes()
+        psutil.cpu_percent()  # the next call counts from here
         for lines in self._lines:
             print(num_rounds, file=lines, flush=True)
         answers = [self._read(lines) for lines in self._lines]
         spent = {role: seconds - cpu.get(role, 0.0) for role, seconds in self._cpu_seconds().items()}
-        wire = _loopback_bytes() - wire
+        busy_cores = psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
+        wire = self._sent_bytes() - wire
         self._rest()
         rounds = sorted(seconds for answer in answers for seconds in answer["seconds"])
         return Repetition(
@@ -105,6 +121,7 @@ class Contestant:
             contributions_per_second=sum(num_rounds / sum(answer["seconds"]) for answer in answers),
             cpu_seconds={role: seconds / num_rounds for role, seconds in spent.items()},
             wire_bytes=wire / num_rounds,
+            busy_cores=busy_cores,
         )
 
     def peak_bytes(self) -> dict[str, list[int]]:
@@ -128,6 +145,10 @@ class Contestant:
         self._wake()
         for end in (*self._lines, *self._connections, self._listener):
             end.close()
+        self._folder.cleanup()
+
+    def _sent_bytes(self) -> int:
+        return sum(map(count_sent_bytes, self._machines))
 
     def _read(self, lines: IO[str]) -> dict[str, Any]:
         line = lines.readline()
@@ -155,7 +176,3 @@ def peak_of(pid: int) -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found
     return 1024 * int(found[1])
-
-
-def _loopback_bytes() -> int:
-    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)

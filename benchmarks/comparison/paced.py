@@ -11,41 +11,48 @@ import socket
 import time
 from collections.abc import Callable
 
-CONTROL = "COMPARISON_CONTROL"  # the environment variable with the port of the program that measures
-WARM_UP_ROUNDS = 10
+from torch import Tensor
+
+from .work import Work
+
+CONTROL = "COMPARISON_CONTROL"  # the environment variable with the Unix socket of the program that measures
 
 
 def take_rounds(
+    work: Work,
     rank: int,
     one_round: Callable[[], object],
-    check: Callable[[int], None],
+    read_values: Callable[[], list[Tensor]],
+    *,
     prepare: Callable[[], object] = lambda: None,
+    computes: bool = False,
 ) -> None:
     """Warm up, then take as many rounds as each received line requests, until the connection is closed.
 
-    `prepare` runs before each round and is not measured. `check` raises an error if the result of so many rounds is
-    wrong.
+    `prepare` runs before each round and is not measured. The work's computation is a sleep before each round, unless
+    the round itself `computes`. Raises an error if the values are not those of the rounds taken.
     """
-    with (
-        socket.create_connection(("127.0.0.1", int(os.environ[CONTROL]))) as connection,
-        connection.makefile("r") as lines,
-        connection.makefile("w") as answers,
-    ):
-        num_rounds = len(_take(WARM_UP_ROUNDS, one_round, prepare))
-        check(num_rounds)
-        print(json.dumps({"rank": rank}), file=answers, flush=True)
-        for line in lines:
-            seconds = _take(int(line), one_round, prepare)
-            num_rounds += len(seconds)
-            check(num_rounds)
-            print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+    compute_seconds = 0.0 if computes else work.compute_seconds
+    num_done = 0
 
+    def take(num_rounds: int) -> list[float]:
+        nonlocal num_done
+        seconds = []
+        for _ in range(num_rounds):
+            prepare()
+            begin = time.perf_counter()
+            if compute_seconds:
+                time.sleep(compute_seconds)
+            one_round()
+            seconds.append(time.perf_counter() - begin)
+        num_done += num_rounds
+        work.check(read_values(), num_done)
+        return seconds
 
-def _take(num_rounds: int, one_round: Callable[[], object], prepare: Callable[[], object]) -> list[float]:
-    seconds = []
-    for _ in range(num_rounds):
-        prepare()
-        begin = time.perf_counter()
-        one_round()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[CONTROL])
+        with connection.makefile("r") as lines, connection.makefile("w") as answers:
+            take(work.num_warm_up)
+            print(json.dumps({"rank": rank}), file=answers, flush=True)
+            for line in lines:
+                print(json.dumps({"seconds": take(int(line))}), file=answers, flush=True)

@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from benchmarks.comparison.emulated import compute, make_model
 from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work
 from trainer_client import RemoteOptimizer, connect
@@ -17,6 +18,9 @@ def main() -> None:
     work: Work = arguments.parse_args().work
     torch.set_num_threads(1)
     session = connect()
+    if work.compute_seconds:
+        train_model(work, session.rank)
+        return
     parameters = []
     for gradient in work.make_gradients(session.rank):
         parameter = torch.nn.Parameter(torch.zeros_like(gradient))
@@ -25,7 +29,24 @@ def main() -> None:
     kind = torch.optim.SGD if work.optimizer == "sgd" else torch.optim.Adam
     named = [(f"weight{i}", parameter) for i, parameter in enumerate(parameters)]
     optimizer = RemoteOptimizer(kind(named, lr=LEARNING_RATE))
-    take_rounds(session.rank, optimizer.step, lambda num_rounds: work.check(list(parameters), num_rounds))
+    take_rounds(work, session.rank, optimizer.step, lambda: [*parameters])
+
+
+def train_model(work: Work, rank: int) -> None:
+    """Train the emulated model, whose passes pushes and pulls may overlap with."""
+    model = make_model(work, rank)
+    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE), model=model)
+
+    def one_round() -> None:
+        optimizer.zero_grad()
+        compute(model)
+        optimizer.step()
+
+    def read_values() -> list[torch.Tensor]:
+        optimizer.synchronize()  # with `overlap_pulls` some are on their way
+        return [*model.parameters()]
+
+    take_rounds(work, rank, one_round, read_values, computes=True)
 
 
 if __name__ == "__main__":

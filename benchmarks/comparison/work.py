@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 import torch
+
+Address: TypeAlias = tuple[str, int]
 
 LEARNING_RATE = 0.1
 GRADIENT = 1e-3  # of every element and the trainer of rank 0; the others' are multiples of it
@@ -23,6 +25,13 @@ class Work:
     num_servers: int = 2
     is_exact: bool = True  # the result is known,
     rounding: float = 0.0  # up to this relative error
+    forward_seconds: float = 0.0  # of emulated computation in a round
+    backward_seconds: float = 0.0
+    num_warm_up: int = 10  # rounds that are not measured
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
 
     @property
     def moved_bytes(self) -> int:
@@ -60,12 +69,22 @@ class Work:
             torch.testing.assert_close(sample, expected.expand_as(sample), rtol=tolerance, atol=0)
 
 
+def parse_address(text: str) -> Address:
+    """Return the host and the port.
+
+    >>> parse_address("127.0.0.1:5000")
+    ('127.0.0.1', 5000)
+    """
+    host, _, port = text.partition(":")
+    return host, int(port)
+
+
 def read_arguments(description: str | None) -> argparse.Namespace:
-    """Parse the arguments of a peer's program: `--role server --index 0 --port 5000 --work JSON`."""
+    """Parse the arguments of a peer's program: `--role server --index 0 --at 127.0.0.1:5000 --work JSON`."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--role", choices=["server", "trainer", "all"], required=True)
     arguments.add_argument("--index", type=int, default=0)
-    arguments.add_argument("--port", type=int, required=True, help="where they meet")
+    arguments.add_argument("--at", type=parse_address, nargs="+", required=True, help="of the processes of one role")
     arguments.add_argument("--work", type=Work.load, required=True)
     arguments.add_argument("--transport", default="", help="of a peer that has several")
     return arguments.parse_args()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.comparison.paced import take_rounds
-from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
+from benchmarks.comparison.work import LEARNING_RATE, Address, Work, read_arguments
 from ps_config.hosts import take_port
 from ps_http2.asgi import receive_into
 from ps_http2.polled_client import PolledTransport
@@ -77,20 +77,20 @@ class Memory:
         self.buffer_updated(len(data))
 
 
-async def serve(work: Work, index: int, port: int) -> None:
-    with take_port("127.0.0.1", port + index) as bound:
+async def serve(work: Work, index: int, at: list[Address]) -> None:
+    with take_port(*at[index]) as bound:
         async with UvicornServer(Server(work, index), ServiceSettings(), bound):
             await asyncio.Event().wait()
 
 
-def train(work: Work, rank: int, port: int) -> None:
+def train(work: Work, rank: int, at: list[Address]) -> None:
     gradient = np.concatenate([tensor.numpy() for tensor in work.make_gradients(rank)])
     values = np.zeros_like(gradient)
     pushed, pulled = memoryview(gradient).cast("B"), memoryview(values).cast("B")
     parts = [slice(4 * part.start, 4 * part.stop) for part in (part_of(work, i) for i in range(work.num_servers))]
-    urls = [f"http://127.0.0.1:{port + index}/{rank}" for index in range(work.num_servers)]
-    for index in range(work.num_servers):
-        connect(port + index).close()  # waits until it listens
+    urls = [f"http://{host}:{port}/{rank}" for host, port in at]
+    for address in at:
+        connect(address).close()  # waits until it listens
     transport = PolledTransport()
 
     def exchange() -> None:
@@ -103,16 +103,16 @@ def train(work: Work, rank: int, port: int) -> None:
         for call in calls:
             call.finish()
 
-    take_rounds(rank, exchange, lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds))
+    take_rounds(work, rank, exchange, lambda: [torch.from_numpy(values)])
     transport.close()
 
 
 def main() -> None:
     options: argparse.Namespace = read_arguments(__doc__)
     if options.role == "server":
-        asyncio.run(serve(options.work, options.index, options.port))
+        asyncio.run(serve(options.work, options.index, options.at))
     else:
-        train(options.work, options.index, options.port)
+        train(options.work, options.index, options.at)
 
 
 if __name__ == "__main__":

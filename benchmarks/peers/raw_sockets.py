@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.comparison.paced import take_rounds
-from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
+from benchmarks.comparison.work import LEARNING_RATE, Address, Work, read_arguments
 
 SMALL_BYTES = 64 * 1024  # a socket takes so much at once, and one thread is faster than several
 
@@ -32,7 +32,7 @@ def receive_into(connection: socket.socket, array: np.ndarray) -> bool:
     return True
 
 
-def serve(work: Work, index: int, port: int) -> None:
+def serve(work: Work, index: int, at: list[Address]) -> None:
     num_elements = part_of(work, index).stop - part_of(work, index).start
     values = np.zeros(num_elements, dtype=np.float32)
     staged = [np.empty_like(values) for _ in range(work.num_trainers)]
@@ -58,7 +58,7 @@ def serve(work: Work, index: int, port: int) -> None:
             for connection in connections:
                 connection.sendall(values)
 
-    with socket.create_server(("127.0.0.1", port + index)) as listener:
+    with socket.create_server(at[index]) as listener:
         connections = [listener.accept()[0] for _ in range(work.num_trainers)]
         for connection in connections:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,10 +78,10 @@ def part_of(work: Work, index: int) -> slice:
     return slice(total * index // work.num_servers, total * (index + 1) // work.num_servers)
 
 
-def connect(port: int) -> socket.socket:
+def connect(address: Address) -> socket.socket:
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port))
+            connection = socket.create_connection(address)
         except ConnectionRefusedError:
             time.sleep(0.05)  # the server's imports take a moment
             continue
@@ -89,10 +89,10 @@ def connect(port: int) -> socket.socket:
         return connection
 
 
-def train(work: Work, rank: int, port: int) -> None:
+def train(work: Work, rank: int, at: list[Address]) -> None:
     gradient = np.concatenate([tensor.numpy() for tensor in work.make_gradients(rank)])
     values = np.zeros_like(gradient)
-    connections = [connect(port + index) for index in range(work.num_servers)]
+    connections = [connect(address) for address in at]
     begin, end = threading.Barrier(work.num_servers + 1), threading.Barrier(work.num_servers + 1)
 
     def exchange(index: int) -> None:
@@ -117,16 +117,12 @@ def train(work: Work, rank: int, port: int) -> None:
     is_small = values.nbytes // work.num_servers <= SMALL_BYTES
     for index in range(0 if is_small else work.num_servers):
         threading.Thread(target=exchange, args=(index,), daemon=True).start()
-    take_rounds(
-        rank,
-        one_small_round if is_small else one_round,
-        lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds),
-    )
+    take_rounds(work, rank, one_small_round if is_small else one_round, lambda: [torch.from_numpy(values)])
 
 
 def main() -> None:
     options: argparse.Namespace = read_arguments(__doc__)
-    {"server": serve, "trainer": train}[options.role](options.work, options.index, options.port)
+    {"server": serve, "trainer": train}[options.role](options.work, options.index, options.at)
 
 
 if __name__ == "__main__":

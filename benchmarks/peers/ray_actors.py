@@ -58,7 +58,7 @@ class Trainer:
             for destination, reply in zip(into, ray.get(replies), strict=True):
                 destination[:] = reply
 
-        take_rounds(self.rank, one_round, lambda n: self.work.check([torch.from_numpy(values)], n))
+        take_rounds(self.work, self.rank, one_round, lambda: [torch.from_numpy(values)])
 
 
 def main() -> None:

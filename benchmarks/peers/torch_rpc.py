@@ -76,7 +76,7 @@ def train(work: Work, rank: int) -> None:
         for destinations, reply in zip(into, replies, strict=True):
             torch._foreach_copy_(destinations, reply.wait())
 
-    take_rounds(rank, one_round, lambda num_rounds: work.check([values], num_rounds))
+    take_rounds(work, rank, one_round, lambda: [values])
 
 
 def main() -> None:
@@ -84,7 +84,8 @@ def main() -> None:
     options: argparse.Namespace = read_arguments(__doc__)
     work: Work = options.work
     torch.set_num_threads(1)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(options.port)
+    host, port = options.at[0]
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
     if options.role == "server":
         _server = Server(work, options.index)
     transports = {"_transports": ["uv"], "_channels": ["basic"]} if options.transport == "tcp" else {}
