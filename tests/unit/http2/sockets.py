@@ -86,21 +86,6 @@ class Talker(H2Peer):
         codes = [event.error_code for event in self.of(ConnectionTerminated)]
         return ErrorCode(codes[0]) if codes else None
 
-    async def raw_end(self) -> ErrorCode | None:
-        """Do what `end` does where h2 cannot parse the frames, since it does not know the streams."""
-        data = bytearray()
-        async with asyncio.timeout(10):
-            with contextlib.suppress(ConnectionError):
-                while part := await self.reader.read(1 << 20):
-                    data += part
-        at = 0
-        while at + frames.FRAME_HEADER_BYTES + 8 <= len(data):
-            length, kind, _, _ = frames.unpack_frame_header(data[at : at + frames.FRAME_HEADER_BYTES])
-            if kind == frames.GOAWAY:
-                return ErrorCode(int.from_bytes(data[at + 13 : at + 17], "big"))
-            at += frames.FRAME_HEADER_BYTES + length
-        return None
-
     async def reset_of(self, number: int) -> ErrorCode:
         return ErrorCode((await self.until(StreamReset, number)).error_code)
 

@@ -15,7 +15,7 @@ from hyperframe.frame import Frame
 from ps_http2 import frames
 from ps_http2.asyncio_shell import AsyncConnection, AsyncStream
 from ps_http2.frames import PREFACE, ErrorCode
-from ps_http2.stream import Headers, Stream, StreamResetError, content_length
+from ps_http2.stream import Headers, Stream, content_length
 
 E = TypeVar("E", bound=Event)
 
@@ -35,6 +35,7 @@ class FakeTransport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         assert not self.is_closed, "asyncio would drop this"
+        assert isinstance(data, bytes), "asyncio may keep a view, whose memory changes"
         self.written += data
         if self.pauses:
             self.protocol.pause_writing()
@@ -211,8 +212,3 @@ def connect(*, settings: dict[int, int] | None = None, pauses: bool = False, **o
     """Return an end of ours, and h2's as its peer."""
     ours = End(**own)
     return ours, Peer(ours, ours.connect(pauses=pauses), settings=settings)
-
-
-def error_of(stream: Stream) -> StreamResetError:
-    assert stream.error is not None
-    return stream.error

@@ -6,8 +6,11 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,14 +20,14 @@ from h2.events import RequestReceived, StreamEnded
 from ps_config.certificates import TlsFiles
 from ps_http2 import client as asyncio_client
 from ps_http2 import client_connection, frames, polled_client
-from ps_http2.client import Http2Transport
 from ps_http2.client_connection import LOCAL_EXTENSION
-from ps_http2.frames import ErrorCode
+from ps_http2.frames import ErrorCode, pack
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 
 from ..protocol.test_certificates import Authority
-from .shells import PolledInThread, Shell
-from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, in_turn, secure, serving, until, writing
+from .shells import PolledOnLoop, Shell
+from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, in_turn, secure, serving
+from .support import Collector
 
 
 async def test_a_server_that_goes_away_answers_the_streams_that_it_accepted(client: httpx.AsyncClient) -> None:
@@ -58,22 +61,6 @@ def shorten(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
         monkeypatch.setattr(module, name, seconds)
 
 
-class Delay:
-    """A wait of each connection attempt until `may_connect` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_calls = 0
-        self.may_connect = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self._connect = loop.create_connection
-        monkeypatch.setattr(loop, "create_connection", self._connect_later)
-
-    async def _connect_later(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_calls += 1
-        await self.may_connect.wait()
-        return await self._connect(*args, **kwargs)
-
-
 @pytest.fixture
 def full() -> Iterator[str]:
     """Yield the address of a listener that accepts no more connections: an attempt to connect waits."""
@@ -97,16 +84,10 @@ async def test_an_attempt_to_connect_ends_in_time(
         assert (await ask(client, address)).content == b"fine"
 
 
-@pytest.mark.parametrize("shell", [Http2Transport])
-async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, "CONNECT_SECONDS", 0.05)
-    delay = Delay(monkeypatch)
-    errors = await asyncio.gather(*(ask(client, "http://127.0.0.1:1/") for _ in range(5)), return_exceptions=True)
-    assert {type(error) for error in errors} == {httpx.ConnectTimeout}
-    assert delay.num_calls == 1
-    with pytest.raises(httpx.ConnectTimeout):
-        await ask(client, "http://127.0.0.1:1/")
-    assert delay.num_calls == 2
+async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient) -> None:
+    async with serving(in_turn([answering()])) as address:
+        answers = await asyncio.gather(*(ask(client, address) for _ in range(5)))
+    assert [answer.content for answer in answers] == [b"fine"] * 5
 
 
 @pytest.mark.parametrize("answer", [b"", headers_frame(OK) + data_frame(b"x")])
@@ -146,21 +127,145 @@ async def test_a_slow_server_that_answers_pings_is_waited_for(
 
 @pytest.mark.parametrize(("is_connected", "text"), [(False, "closed"), (True, "lost")])
 async def test_closing_the_transport_ends_its_requests(
-    is_connected: bool, text: str, monkeypatch: pytest.MonkeyPatch
+    is_connected: bool, text: str, client: httpx.AsyncClient, full: str
 ) -> None:
-    async with serving(writing()) as address:
-        delay = Delay(monkeypatch)
-        if is_connected:
-            delay.may_connect.set()
-        transport = Http2Transport()
-        asking = asyncio.create_task(transport.handle_async_request(httpx.Request("GET", address)))
-        await until(lambda: delay.num_calls)
-        await asyncio.sleep(0.05)
-        await transport.aclose()
+    begun = asyncio.Event()
+
+    async def hear(talker: Talker) -> None:
+        await talker.until(RequestReceived)
+        begun.set()
+        await talker.end()
+
+    async with serving(hear) as address:
+        asking = asyncio.create_task(client.get(address if is_connected else full))
+        await (begun.wait() if is_connected else asyncio.sleep(0.05))
+        await client.aclose()
         with pytest.raises(httpx.TransportError, match=text):
             await asyncio.wait_for(asking, 5)
-    await asyncio.sleep(0)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_requests_on_a_replaced_connection_end_with_a_server_that_hangs(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, "PING_SECONDS", 0.05)
+    has_left = asyncio.Event()
+
+    async def go_away(talker: Talker) -> None:
+        await talker.until(RequestReceived)
+        talker.writer.write(frames.pack_goaway(1, ErrorCode.NO_ERROR, ""))
+        has_left.set()
+        await asyncio.sleep(5)
+
+    async with serving(in_turn([go_away, answering()])) as address:
+        first = asyncio.create_task(client.get(address))
+        await has_left.wait()
+        await asyncio.sleep(0.02)  # the client receives it
+        assert (await client.get(address)).content == b"fine"
+        with pytest.raises(httpx.ReadError, match="sent nothing"):
+            await asyncio.wait_for(first, 2)
+
+
+# ---------------------------------------------------------------------- a thread that is away between its calls
+
+
+def answering_once(body: bytes, has_ended: asyncio.Event) -> Callable[[Talker], Awaitable[None]]:
+    """Return a server that closes each connection after an answer and a PING, which come apart."""
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(StreamEnded)
+        talker.writer.write(headers_frame(OK) + data_frame(body, end_stream=True))
+        await asyncio.sleep(0.05)
+        talker.writer.write(pack(frames.PING, 0, 0, bytes(8)))
+        talker.writer.close()
+        await talker.writer.wait_closed()
+        has_ended.set()
+
+    return serve
+
+
+async def test_a_connection_that_ended_meanwhile_is_replaced() -> None:
+    has_ended = asyncio.Event()
+    async with (
+        httpx.AsyncClient(transport=PolledOnLoop()) as client,
+        serving(answering_once(b"fine", has_ended)) as address,
+    ):
+        for _ in range(3):
+            assert (await ask(client, address)).content == b"fine"
+            await has_ended.wait()
+            has_ended.clear()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets need Linux")
+async def test_what_a_peer_sent_before_it_closed_is_read_although_it_takes_no_more(local: socket.socket) -> None:
+    has_ended = asyncio.Event()
+    shell = PolledOnLoop()
+    async with serving(answering_once(b"fine", has_ended), local=local):
+        call = shell.polled.begin("GET", "http://127.0.0.1", [], local=local_name(local))
+        await has_ended.wait()
+        [origin] = shell.polled._origins.values()
+        assert origin._connection is not None
+        origin._connection.ping()
+        await shell.poll_until(call)
+        assert call.finish().read() == b"fine"
+        await shell.aclose()
+
+
+async def test_an_answer_that_a_new_call_receives_ends_the_next_wait() -> None:
+    has_answered = asyncio.Event()
+
+    async def answer_first(talker: Talker) -> None:
+        await talker.until(StreamEnded)
+        talker.writer.write(headers_frame(OK) + data_frame(b"fine", end_stream=True))
+        await talker.writer.drain()
+        has_answered.set()
+        await talker.end()
+
+    transport = PolledOnLoop().polled
+    async with serving(answer_first) as address:
+        first = transport.begin("GET", address, [])
+        transport.wait(1)  # it is connected
+        transport.wait(0)
+        await has_answered.wait()
+        transport.begin("GET", address, [])
+        begun = time.monotonic()
+        transport.wait(3.0)
+        assert (first.is_done, time.monotonic() - begun < 1.0) == (True, True)
+        transport.close()
+
+
+def test_another_thread_ends_a_wait() -> None:
+    transport = PolledOnLoop().polled
+    begun = time.monotonic()
+    threading.Timer(0.1, transport.wake).start()
+    transport.wait(3.0)
+    assert 0.05 < time.monotonic() - begun < 1.0
+    transport.close()
+
+
+async def test_an_interrupt_while_bytes_move_loses_the_connection() -> None:
+    class Interrupted(Collector):
+        def feed(self, data: memoryview) -> None:
+            raise KeyboardInterrupt
+
+    shell, connections = PolledOnLoop(), [answering(), answering()]
+    async with serving(in_turn(connections)) as address:
+        interrupted = shell.polled.begin("GET", address, [], sink=Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            await shell.poll_until(interrupted)
+        following = shell.polled.begin("GET", address, [])
+        await shell.poll_until(following)
+        assert following.finish().read() == b"fine"
+        await shell.aclose()
+    assert not connections
+
+
+async def test_an_address_of_an_unknown_family_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        return [(family, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for family in (99, socket.AF_INET)]
+
+    monkeypatch.setattr(polled_client.socket, "getaddrinfo", resolve)
+    async with serving(answering()) as address, httpx.AsyncClient(transport=PolledOnLoop()) as client:
+        assert (await ask(client, address)).content == b"fine"
 
 
 # ---------------------------------------------------------------------- TLS
@@ -187,6 +292,13 @@ async def test_a_server_without_http2_or_trust_is_a_connect_error(
             await ask(client, address)
 
 
+async def test_files_of_tls_that_cannot_be_read_are_a_connect_error(tmp_path: Path) -> None:
+    transport = PolledOnLoop(TlsFiles(tmp_path / "missing"))
+    async with httpx.AsyncClient(transport=transport) as client, serving(answering()) as address:
+        with pytest.raises(httpx.ConnectError, match="missing"):
+            await ask(client, address.replace("http:", "https:"))
+
+
 # ---------------------------------------------------------------------- Unix sockets
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets need Linux")
@@ -197,8 +309,7 @@ class LocalClient(httpx.AsyncClient):
     """A client that tries a Unix socket first."""
 
     def __init__(self, local: socket.socket, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
-        self.transport = PolledInThread(tls, local_name(local))
-        super().__init__(transport=self.transport, trust_env=False)
+        super().__init__(transport=PolledOnLoop(tls, local_name(local)), trust_env=False)
 
     async def ask(self, address: str) -> tuple[bytes, bool]:
         response = await ask(self, address)
@@ -207,16 +318,13 @@ class LocalClient(httpx.AsyncClient):
 
 @on_linux
 async def test_each_connection_tries_the_unix_socket_before_tcp(local: socket.socket) -> None:
-    async def answer_once(talker: Talker) -> None:
-        await talker.until(StreamEnded)
-        talker.writer.write(headers_frame(OK) + data_frame(b"local", end_stream=True))
-
+    has_ended = asyncio.Event()
     async with LocalClient(local) as client, serving(answering(b"tcp")) as address:
-        async with serving(answer_once, local=local):
+        async with serving(answering_once(b"local", has_ended), local=local):
             for _ in range(3):
                 assert await client.ask(address) == LOCAL
-                [origin] = client.transport._origins.values()
-                await until(lambda: not origin.is_usable(origin._connection))  # noqa: B023 - the loss has been noticed
+                await has_ended.wait()
+                has_ended.clear()
         assert await client.ask(address) == TCP  # the listener is gone
 
 

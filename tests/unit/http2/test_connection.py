@@ -1,17 +1,20 @@
-"""A connection against h2: bodies of any size under any windows, settings, pings, resets and its end."""
+"""A connection against h2: bodies under any windows, settings, pings, resets, its streams and its end."""
 
 from __future__ import annotations
 
 import asyncio
 from itertools import cycle
+from typing import Any
 
 import pytest
 from h2.events import (
+    DataReceived,
     PingAckReceived,
     PingReceived,
     RemoteSettingsChanged,
     ResponseReceived,
     StreamEnded,
+    StreamReset,
 )
 from h2.settings import SettingCodes
 from hpack import Encoder
@@ -19,12 +22,14 @@ from hyperframe.frame import ContinuationFrame, DataFrame, GoAwayFrame, HeadersF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ps_http2 import asyncio_shell, frames
 from ps_http2 import connection as connection_module
-from ps_http2 import frames
 from ps_http2 import writer as writer_module
+from ps_http2.asyncio_shell import AsyncStream, BodyReader
 from ps_http2.frames import ErrorCode
+from ps_http2.stream import StreamResetError
 
-from .support import ANSWER, REQUEST, End, connect, error_of, feed, parse
+from .support import ANSWER, REQUEST, End, Peer, connect, feed, parse
 
 SETTINGS = frames.pack_settings({})
 PATTERN = bytes(range(251)) * 5000  # 1.2 MB without two places that look alike for long
@@ -156,30 +161,17 @@ async def test_any_frames_raise_no_other_error_than_one_of_the_protocol(
     parse(transport.take())
 
 
-@given(st.binary(max_size=300))
-@settings(max_examples=50, deadline=None)
-async def test_any_header_block_is_decoded_or_ends_the_connection(block: bytes) -> None:
-    ours = End()
-    ours.connect()
-    feed(ours, SETTINGS + frames.pack(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, block))
-    assert ours._transport.is_closing() or ours.all_streams[1].headers is not None
-
-
-def test_headers_may_take_several_frames_both_ways() -> None:
+def test_headers_may_take_several_frames() -> None:
     ours, peer = connect()
     long = [(b"x-%d" % at, bytes([97 + at]) * 7000) for at in range(9)]
-    peer.h2.send_headers(1, REQUEST + long, end_stream=True)
-    peer.run()
-    assert ours.all_streams[1].headers == REQUEST + long
-    ours.all_streams[1].send_headers(ANSWER + long, end_stream=True)
+    [stream] = peer.request(1)
+    stream.send_headers(ANSWER + long, end_stream=True)
     ours.pump()
     sent = parse(bytes(peer.transport.written))
     assert [type(frame).__name__ for frame in sent] == ["HeadersFrame", *["ContinuationFrame"] * 3]
     peer.run()
-    [answer] = peer.of(ResponseReceived)
-    assert answer.headers == ANSWER + long
+    assert [event.headers for event in peer.of(ResponseReceived)] == [ANSWER + long]
     assert peer.of(StreamEnded)
-    assert not ours.streams
 
 
 # ---------------------------------------------------------------------- windows
@@ -223,21 +215,6 @@ def test_a_stream_without_a_window_does_not_hold_up_the_others() -> None:
 # ---------------------------------------------------------------------- settings and pings
 
 
-@pytest.mark.parametrize("size", [0, 100, 4096, 1 << 20])
-def test_the_peer_chooses_the_size_of_the_header_table(size: int) -> None:
-    _, peer = connect(settings={SettingCodes.HEADER_TABLE_SIZE: size})
-    headers = [*ANSWER, (b"x-a", b"b" * 50), (b"x-c", b"d" * 50)]
-    for number in (1, 3, 5):
-        [stream] = peer.request(number)
-        if number == 5:
-            peer.h2.update_settings({SettingCodes.HEADER_TABLE_SIZE: 0})
-            peer.run()
-        stream.send_headers(headers, end_stream=True)
-        stream.send_nowait()
-        peer.run()
-    assert [event.headers for event in peer.of(ResponseReceived)] == [headers] * 3
-
-
 def test_settings_and_pings_are_exchanged_and_acknowledged() -> None:
     ours, peer = connect(MAX_CONCURRENT_STREAMS=7, settings={SettingCodes.MAX_CONCURRENT_STREAMS: 9})
     [received] = peer.of(RemoteSettingsChanged)
@@ -253,6 +230,187 @@ def test_settings_and_pings_are_exchanged_and_acknowledged() -> None:
     assert not peer.transport.is_closed
 
 
+BODY = PATTERN[:500_000]  # one frame
+
+
+def open_stream(*, end_stream: bool = False, **options: Any) -> tuple[AsyncStream, Peer]:
+    """Return a requested stream of a server, and its peer, whose connection has a large window."""
+    _, peer = connect(**options)
+    peer.h2.increment_flow_control_window(1 << 21)
+    [stream] = peer.request(1, end_stream=end_stream)
+    return stream, peer
+
+
+async def start(coroutine: Any) -> asyncio.Task[Any]:
+    """Run a coroutine in a task until it waits."""
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(0)
+    return task
+
+
+# ---------------------------------------------------------------------- reading a body
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> tuple[BodyReader, Peer]:
+    """Return the reader of a body that has not arrived, and the peer that sends it."""
+    monkeypatch.setattr(End, "keeps_windows_full", False)
+    stream, peer = open_stream()
+    stream.sink = reader = BodyReader(stream)
+    return reader, peer
+
+
+async def test_a_body_is_received_into_a_buffer(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    buffer = bytearray(300_000)
+    reading = await start(reader.read_into(memoryview(buffer), 5))
+    peer.run()
+    assert peer.h2.local_flow_control_window(1) == 300_000
+    for _ in range(30):
+        peer.send(b"0123456789" * 1000)
+    peer.send(b"", end_stream=True)
+    assert await reading == (300_000, False)
+    assert buffer == b"0123456789" * 30_000
+
+
+async def test_a_full_buffer_ends_the_wait_before_the_body_ends(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    reading = await start(reader.read_into(memoryview(bytearray(4)), 5))
+    peer.send(b"0123")  # a small frame arrives with its header
+    assert await asyncio.wait_for(reading, 1) == (4, True)
+
+
+async def test_bytes_that_came_before_the_reader_are_read_first(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    peer.send(b"12345")
+    peer.send(b"678")
+    buffer = bytearray(4)
+    assert await reader.read_into(memoryview(buffer), 5) == (4, True)
+    assert await reader.read() == (b"5678", True)
+    peer.send(b"9", end_stream=True)
+    assert (buffer, await reader.read(), await reader.read()) == (b"1234", (b"9", False), (b"", False))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_slow_body_is_returned_in_parts(is_late: bool, received: tuple[BodyReader, Peer]) -> None:
+    """Also if nothing came at first: otherwise it would seem stalled until all of it has arrived."""
+    reader, peer = received
+    buffer = bytearray(10)
+    if not is_late:
+        peer.send(b"123")
+    reading = await start(reader.read_into(memoryview(buffer), 0.02))
+    if is_late:
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        peer.send(b"123")
+    assert await asyncio.wait_for(reading, 5) == (3, True)
+    assert buffer[:3] == b"123"
+
+
+async def test_a_cancelled_reader_no_longer_writes_to_its_buffer(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    buffer = bytearray(10)
+    reading = await start(reader.read_into(memoryview(buffer), 5))
+    reading.cancel()
+    await asyncio.wait([reading])
+    peer.send(b"12345", end_stream=True)
+    assert buffer == bytes(10)
+    assert await reader.read() == (b"12345", False)
+
+
+async def test_a_reset_is_raised_in_all_waiting_tasks(received: tuple[BodyReader, Peer]) -> None:
+    reader, peer = received
+    waiting = [await start(each) for each in (reader.read(), reader.read_into(memoryview(bytearray(5)), 5))]
+    peer.h2.reset_stream(1, ErrorCode.INTERNAL_ERROR)
+    peer.run()
+    for each in waiting:
+        with pytest.raises(StreamResetError, match="INTERNAL_ERROR"):
+            await each
+
+
+# ---------------------------------------------------------------------- sending a body
+
+
+async def test_sending_returns_when_all_is_taken_and_releases_the_body() -> None:
+    stream, peer = open_stream(pauses=True, settings=WIDE)
+    stream.send_headers(ANSWER)
+    body = bytearray(BODY)
+    sending = await start(stream.send(memoryview(body)))
+    assert not sending.done(), "the transport has not taken it"
+    peer.run()
+    await sending
+    body.clear()  # which raises BufferError while the memory is borrowed
+    await stream.send(b"", end_stream=True)
+    peer.run()
+    assert peer.body_of(1) == BODY
+    assert peer.of(StreamEnded)
+
+
+async def test_a_cancelled_sender_resets_the_stream_and_releases_its_body() -> None:
+    stream, peer = open_stream(pauses=True, settings=WIDE)
+    stream.send_headers(ANSWER)
+    body = bytearray(BODY)
+    sending = await start(stream.send(memoryview(body)))
+    sending.cancel()
+    await asyncio.wait([sending])
+    body[:] = bytes(len(body))
+    peer.run()
+    assert b"".join(event.data for event in peer.of(DataReceived)) == BODY
+    assert [event.error_code for event in peer.of(StreamReset)] == [ErrorCode.CANCEL]
+
+
+async def test_sending_on_a_reset_stream_raises() -> None:
+    stream, peer = open_stream(pauses=True, settings=WIDE)
+    stream.send_headers(ANSWER)
+    sending = await start(stream.send(BODY, end_stream=True))
+    peer.h2.reset_stream(1, ErrorCode.CANCEL)
+    peer.run()
+    for sent in (sending, stream.send(b"more")):
+        with pytest.raises(StreamResetError, match="CANCEL"):
+            await sent
+
+
+# ---------------------------------------------------------------------- ends of streams
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 3])
+def test_a_closed_stream_no_longer_reads_its_body(num_written: int) -> None:
+    """A frame that has begun is completed from a copy; other streams continue."""
+    ours, peer = connect(settings=WIDE, pauses=True)
+    peer.h2.increment_flow_control_window(1 << 21)
+    stream, other = peer.request(1, 3)
+    body = bytearray(PATTERN[:1_000_000])
+    for sending, part in ((stream, memoryview(body)), (other, b"12345")):
+        sending.send_headers(ANSWER)
+        sending.send_nowait(part)
+    for _ in range(num_written):
+        ours.resume_writing()
+    stream.close()
+    body[:] = bytes(len(body))
+    peer.run()
+    assert peer.body_of(1) == PATTERN[:600_000]
+    assert [(event.stream_id, event.error_code) for event in peer.of(StreamReset)] == [(1, ErrorCode.CANCEL)]
+    assert peer.body_of(3) == b"12345"
+    assert not ours.streams
+
+
+@pytest.mark.parametrize("at", [0, 9, 10_000, 500_000])
+def test_a_closed_stream_no_longer_writes_to_its_sink(at: int) -> None:
+    ours = End(stream_window=1 << 20, sink_bytes=600_000)
+    transport = ours.connect()
+    data = frames.pack(frames.DATA, 0, 1, PATTERN[:600_000])
+    feed(ours, SETTINGS + frames.pack(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode(REQUEST)))
+    feed(ours, data[:at])
+    ours.all_streams[1].close()
+    memory = bytes(ours.sinks[1].memory)
+    assert memory[: max(0, at - 9)] == PATTERN[: max(0, at - 9)]
+    feed(ours, data[at:])
+    assert bytes(ours.sinks[1].memory) == memory
+    feed(ours, frames.pack(frames.PING, 0, 0, b"12345678"))
+    assert isinstance(parse(transport.take())[-1], PingFrame)
+    assert ours._receive_window == connection_module.CONNECTION_WINDOW - 600_000
+
+
 # ---------------------------------------------------------------------- ends of the connection
 
 
@@ -261,10 +419,7 @@ def test_a_lost_connection_resets_its_streams(lost_by: Exception | None, text: s
     ours, peer = connect()
     [stream] = peer.request(1, end_stream=False)
     ours.connection_lost(lost_by)
-    assert (error_of(stream).code, str(error_of(stream))) == (
-        ErrorCode.CONNECT_ERROR,
-        f"the connection is lost: {text}",
-    )
+    assert repr(stream.error) == f"StreamResetError('the connection is lost: {text}')"
     assert (ours.streams, ours.is_closing) == ({}, True)
 
 
@@ -314,7 +469,7 @@ async def test_no_goaway_is_written_within_a_data_frame(is_stream_closed: bool) 
 
 
 async def test_a_connection_that_does_not_close_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(asyncio_shell, "CLOSE_SECONDS", 0.01)
     ours = End()
     transport = ours.connect()
     aborted = asyncio.Event()

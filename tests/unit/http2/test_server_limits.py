@@ -139,14 +139,14 @@ async def test_streams_with_tiny_windows_are_reset_although_an_earlier_one_takes
 @pytest.mark.parametrize("settings", [{"max_requests": 4}])
 async def test_a_small_response_that_is_not_taken_does_not_count_as_a_request(service: Served, caller: Caller) -> None:
     async with await service.connect(settings=CLOSED) as slow:
-        numbers = [slow.ask(get(b"/nothing")) for _ in range(4)]
+        numbers = [slow.ask(get(b"/look")) for _ in range(4)]
         for number in numbers:
             await slow.until(ResponseReceived, number)
         assert await caller.status() == 200
         for number in numbers:
             slow.widen(1000, number)
         for number in numbers:
-            assert b"not_found" in await slow.body(number)
+            assert await slow.body(number) == b"x"
 
 
 @pytest.mark.parametrize("settings", [{"body_timeout_seconds": 0.2}])
@@ -185,14 +185,11 @@ async def test_too_many_unanswered_streams_end_the_connection(
 ) -> None:
     """Also if the client makes the server reset them."""
     sent = headers_frame(headers, 0x11223344, end_stream=True) + breach
-    for number in range(1, 100_000, 2):
+    for number in range(1, 4 * MAX_RESETS, 2):
         caller.write(sent.replace(b"\x11\x22\x33\x44", number.to_bytes(4, "big")))
-        if number % 50 == 1:
-            await asyncio.sleep(0.001)
-        if service.connections[0]._transport.is_closing():
-            break
-    assert number < 2 * MAX_RESETS + 200
-    assert await caller.raw_end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
+        await asyncio.sleep(0.001)
+    await until(service.connections[0]._transport.is_closing)
+    assert service.connections[0].highest_stream < 2 * MAX_RESETS + 200
     assert service.connections[0]._num_running <= MAX_STREAMS
 
 
@@ -218,7 +215,7 @@ async def test_too_many_refused_streams_end_the_connection(
     monkeypatch.setattr("ps_http2.connection.MAX_UNPRODUCTIVE_FRAMES", 200)
     for number in range(1, 1000, 2):
         caller.write(headers_frame(get(b"/slow"), number, end_stream=True))
-    assert await caller.raw_end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
+    await until(service.connections[0]._transport.is_closing)
     assert service.connections[0].highest_stream == 2 * (MAX_STREAMS + 201) - 1
 
 
