@@ -13,19 +13,13 @@ from services.runtime.app import add_raw_route
 from .support import Sample, ask_raw, raw_connection, running
 
 MIB = 1024 * 1024
-NUM_PARTS = 50
+
+
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 # ---------------------------------------------------------------------- headers
-
-
-async def test_headers_that_do_not_come_in_time_are_refused() -> None:
-    async with running(Sample().make_app(), header_timeout_seconds=0.2) as server:
-        answer = await ask_raw(server.address, b"GET /healthz HTTP/1.1\r\nHost:")
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b'"code": "slow_body"' in answer
 
 
 async def test_the_time_for_headers_begins_with_their_first_byte() -> None:
@@ -39,7 +33,9 @@ async def test_the_time_for_headers_begins_with_their_first_byte() -> None:
             await asyncio.sleep(0.5)
             await connection.reader.readuntil(b"}")
         connection.write(b"GET ")
-        assert (await connection.read_all()).startswith(b"HTTP/1.1 408 ")
+        answer = await connection.read_all()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code": "slow_body"' in answer
 
 
 @pytest.mark.parametrize("part", [b"x" * 8192, b"X-A: b\r\n" * 1000], ids=["one long", "many"])
@@ -134,30 +130,23 @@ async def test_data_after_a_request_waits_for_its_response(following: bytes, ans
 # ---------------------------------------------------------------------- large responses
 
 
-class Large:
-    """A response of 50 MiB in parts, and the number of bytes that the server has taken."""
-
-    def __init__(self) -> None:
-        self.num_taken = 0
-        self.begun, self.ended = asyncio.Event(), asyncio.Event()
-        self.app = Sample().make_app()
-        add_raw_route(self.app, "/parts", self.send_parts, methods=["GET"], summary="In parts")
-
-    async def send_parts(self, scope: Any, receive: Any, send: Any) -> None:
-        self.begun.set()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for i in range(NUM_PARTS):
-            await send({"type": "http.response.body", "body": bytes(MIB), "more_body": i + 1 < NUM_PARTS})
-            self.num_taken += MIB
-        self.ended.set()
-
-
 async def test_a_response_that_is_not_read_is_held_back_and_aborted() -> None:
-    large = Large()
-    async with running(large.app, body_timeout_seconds=1) as server, raw_connection(server.address) as connection:
+    num_taken = 0
+    ended = asyncio.Event()
+
+    async def send_parts(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_taken
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(50):
+            await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
+            num_taken += MIB
+        ended.set()
+
+    app = Sample().make_app()
+    add_raw_route(app, "/parts", send_parts, methods=["GET"], summary="In parts")
+    async with running(app, body_timeout_seconds=1) as server, raw_connection(server.address) as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection.write(b"GET /parts HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await asyncio.wait_for(large.begun.wait(), 5)
-        await asyncio.sleep(0.3)
-        assert large.num_taken <= 16 * MIB  # the kernel's buffers included
-        await asyncio.wait_for(large.ended.wait(), 10)
+        await asyncio.sleep(0.5)
+        assert 0 < num_taken <= 16 * MIB  # the kernel's buffers included
+        await asyncio.wait_for(ended.wait(), 10)

@@ -26,13 +26,20 @@ INCOMPLETE = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\
 # ---------------------------------------------------------------------- slow bodies
 
 
-@pytest.mark.parametrize("path", [b"/raw/fine", b"/greet/a"])
-async def test_a_body_that_does_not_come_is_refused(path: bytes) -> None:
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        (b"/raw/fine", b"408", b"slow_body"),
+        (b"/greet/a", b"408", b"slow_body"),
+        (b"/nowhere", b"404", b"not_found"),
+    ],
+)
+async def test_a_body_that_does_not_come_is_waited_for_a_limited_time(path: bytes, status: bytes, code: bytes) -> None:
     async with running(Sample().make_app(), body_timeout_seconds=0.1) as server:
         answer = await ask_raw(server.address, INCOMPLETE % path)
-    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert answer.startswith(b"HTTP/1.1 %b " % status)
     assert PROBLEM_CONTENT_TYPE.encode() in answer
-    assert b'"code": "slow_body"' in answer
+    assert b'"code": "%b"' % code in answer
 
 
 @pytest.mark.parametrize(("part", "status"), [(b"x", b"408"), (bytes(1000), b"200")])

@@ -111,19 +111,6 @@ async def test_a_connection_that_speaks_plain_http_is_closed_soon(authority: Aut
         writer.close()
 
 
-async def test_one_connection_too_many_is_refused_when_its_handshake_is_complete(authority: Authority) -> None:
-    files = authority.issue("service")
-    settings = ServiceSettings(tls_ca=files.ca, tls_client_cert=files.cert, tls_client_key=files.key)
-    async with (
-        running(Sample().make_app(), max_connections=1, **serving(files)) as service,
-        make_peer_client(settings) as peer,
-        make_peer_client(settings) as other,
-    ):
-        assert (await peer.get(f"{service.address}/healthz")).status_code == 200
-        assert (await other.get(f"{service.address}/healthz")).json()["code"] == "overloaded"
-        assert (await peer.get(f"{service.address}/healthz")).status_code == 200
-
-
 # ---------------------------------------------------------------------- the probe of a kubelet
 
 
