@@ -16,6 +16,7 @@ import pytest
 
 import gradpost
 from gradpost.main import main
+from ps_config.environment import PREFIX
 
 ROOT = Path(gradpost.__file__).parents[1]
 
@@ -25,6 +26,12 @@ class Outcome:
     exit_code: int | str | None
     stdout: str
     stderr: str
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
 
 
 RunCommand = Callable[..., Outcome]
@@ -71,7 +78,7 @@ def serving(answers: Mapping[str, str], status: int = 200) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

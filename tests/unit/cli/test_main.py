@@ -1,6 +1,10 @@
+"""The program: its imports, errors, interruption and files, and the settings of `gradpost serve`."""
+
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,8 +16,11 @@ import pytest
 
 from gradpost import main
 from gradpost.output import CommandError, whole_file
+from gradpost.settings import Role, settings_class
 from ps_config.environment import SettingsError
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
+from services.coordinator.settings import CoordinatorSettings
+from services.runtime.settings import ServiceSettings
 
 from .conftest import ROOT, RunCommand, run_process
 
@@ -44,35 +51,6 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["frobnicate"],
-        ["plan", "--frobnicate"],
-        ["plan", "--pservers", "two"],
-        ["plan"],
-        ["up", "--pserver", "2", "--", "python", "train.py"],
-    ],
-)
-def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str]) -> None:
-    outcome = run_command(*arguments)
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert "Usage: gradpost" in outcome.stderr
-    assert outcome.stderr.splitlines()[-1].startswith("Error: ")
-
-
-def test_up_refuses_wrong_settings_before_it_starts(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = run_command("up", "--round-timeout", "-1", "--no-resume", "--mode", "x", "--", "python", "train.py")
-    assert (outcome.exit_code, outcome.stderr.splitlines()) == (2, [
-        "gradpost: error: --mode: input should be 'sync', 'async' or 'ssp', not 'x'",
-        "gradpost: error: --round-timeout-seconds: input should be greater than 0, not '-1'",
-    ])  # fmt: skip
-    monkeypatch.setenv("GRADPOST_TLS_CA", "absent.pem")
-    outcome = run_command("up", "--", "python", "train.py")
-    message = "gradpost: error: the TLS file absent.pem cannot be read: No such file or directory\n"
-    assert (outcome.exit_code, outcome.stderr) == (2, message)
-
-
-@pytest.mark.parametrize(
     ("kind", "options", "exit_code"),
     [
         (CommandError, {}, 2),
@@ -97,23 +75,6 @@ def test_an_error_is_one_line_whatever_it_quotes_and_a_code(
     outcome = run_command()
     assert (outcome.exit_code, outcome.stdout) == (exit_code, "")
     assert outcome.stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
-
-
-INTERRUPTED = """
-import signal, sys
-class Interrupting:
-    def find_spec(self, name, *_):
-        if name == "typer":
-            signal.raise_signal(signal.SIGINT)
-from gradpost.__main__ import main
-sys.meta_path.insert(0, Interrupting())
-main()
-"""
-
-
-def test_ctrl_c_during_the_imports_is_130() -> None:
-    outcome = run_process("-c", INTERRUPTED)
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (130, "", "")
 
 
 def test_ctrl_c_is_130() -> None:
@@ -150,3 +111,47 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
         whole_file(tmp_path / "nowhere" / "model") as partial,
     ):
         partial.write_text("")
+
+
+# ---------------------------------------------------------------------- serve
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServiceSettings]:
+    """The settings that the coordinator was run with; it ends at once, with exit code 5."""
+    settings: list[ServiceSettings] = []
+
+    def main(given: ServiceSettings) -> None:
+        settings.append(given)
+        raise SystemExit(5)
+
+    monkeypatch.setattr(importlib.import_module("services.coordinator.process"), "main", main)
+    return settings
+
+
+def test_flag_over_environment_over_file_over_default(
+    run_command: RunCommand, served: list[ServiceSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "gradpost.toml"
+    file.write_text('num_trainers = 1\nnum_pservers = 1\nplacement = "hash"\nthreads = 3\n')
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
+    monkeypatch.setenv("GRADPOST_NUM_TRAINERS", "2")
+    monkeypatch.setenv("GRADPOST_NUM_PSERVERS", "2")
+    outcome = run_command("serve", "coordinator", "--num-trainers", "3")
+    assert outcome.exit_code == 5, outcome.stderr
+    expected = CoordinatorSettings(num_trainers=3, num_pservers=2, placement="hash")
+    assert served == [expected]
+    assert served[0].model_fields_set == expected.model_fields_set  # nothing was passed that was not given
+
+
+@pytest.mark.parametrize(
+    ("role", "of_no_use"), [("coordinator", {"coordinator", "listen_fd"}), ("pserver", {"lease_seconds", "listen_fd"})]
+)
+def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role, of_no_use: set[str]) -> None:
+    outcome = run_command("serve", role, "--help")
+    assert outcome.exit_code == 0
+    flags = {flag.replace("-", "_") for flag in re.findall(r"^  --([a-z0-9-]+)", outcome.stdout, re.MULTILINE)}
+    assert flags - {"help"} == set(settings_class(role).model_fields) - of_no_use
+    assert f"Usage: gradpost serve {role} [OPTIONS]" in outcome.stdout
+    assert "[default: 127.0.0.1]" in " ".join(outcome.stdout.split())
+    assert "auto|console|json" in outcome.stdout

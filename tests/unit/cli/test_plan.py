@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -112,33 +111,6 @@ def test_a_file_is_read_by_its_header(model: Path, run_command: RunCommand) -> N
 
 
 # ---------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both"),
-        (["--param", "w:3,4"], "--param w:3,4 is not NAME:SHAPE"),
-        (["--param", "w:" + "9" * 5000], "is too large"),
-        (["--param", "w:3:I64"], "parameter 'w' has a wrong dtype (expected F32, BF16, F16; actual 'I64')"),
-        (["--param", "w:3", "--pservers", "0"], "the number of pservers is out of range"),
-        (["/no/such/file"], "cannot read /no/such/file: No such file or directory"),
-        (["/dev/null"], "cannot read /dev/null: "),
-    ],
-)
-def test_errors_are_one_line(run_command: RunCommand, options: list[str], message: str) -> None:
-    outcome = run_command("plan", *(["--pservers", "2"] if "--pservers" not in options else []), *options)
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert outcome.stderr.startswith("gradpost: error: ")
-    assert message in outcome.stderr
-    assert len(outcome.stderr.splitlines()) == 1
-
-
-def test_a_truncated_file_is_refused(run_command: RunCommand, model: Path) -> None:
-    os.truncate(model, model.stat().st_size - 1)
-    outcome = run_command("plan", model, "--pservers", 2)
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert outcome.stderr.startswith(f"gradpost: error: cannot read {model}: ")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradpost.track import find_new_points
 
-from .conftest import RunCommand, run_process, serving
+from .conftest import run_process, serving
 
 CURVES = {
     "loss": {
@@ -52,23 +51,6 @@ def export_with(*command: str, state: str = "finished", num_trainers: int = 2, *
     assert outcome.exit_code == 0, outcome.stderr
     assert outcome.stdout.startswith("run 5f0c goes to ")
     assert outcome.stdout.endswith("4 points of curves\n")
-
-
-@pytest.mark.parametrize(
-    ("command", "module"),
-    [("tensorboard --logdir logs", "torch.utils.tensorboard"), ("mlflow", "mlflow"), ("wandb", "wandb")],
-)
-def test_a_missing_package_is_named(
-    command: str, module: str, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, module, None)
-    with serving(make_answers("finished", 1)) as address:
-        outcome = run_command(*command.split(), "--coordinator", address)
-    package = command.split()[0]
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert outcome.stderr.startswith(f"gradpost: error: this needs {package}: pip install '.[{package}]' (")
-    assert not list(tmp_path.iterdir())
 
 
 def test_tensorboard_has_a_folder_of_each_trainer(tmp_path: Path) -> None:
