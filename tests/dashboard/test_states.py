@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP, SIGTERM
+from signal import SIGTERM
 
 import httpx
 import pytest
@@ -120,14 +120,6 @@ def test_a_ring_is_shown_without_what_it_has_not(browser: Browser) -> None:
         assert (page.inner_text("#taking-part"), page.inner_text("#rounds-more")) == ("2 of 2", "of all trainers")
         visit.wait_until("() => document.querySelectorAll('#curve-loss .scatterlayer .trace').length === 2")
 
-        second.signal(SIGSTOP)
-        visit.wait_until(WAITS, "Waiting for trainer 1")
-        barrier = visit.exact("#barrier-says")
-        assert (barrier["pserver"], barrier["arrived"], barrier["missing"]) == (None, [0], [1])
-        assert page.inner_text("#barrier-note") == f"round {barrier['round']:,}"
-        second.signal(SIGCONT)
-        visit.wait_until("() => document.querySelector('#barrier-note').textContent === ''")
-        visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", barrier["round"])
         assert visit.errors == []
         for trainer in (first, second):
             trainer.signal(SIGTERM)

@@ -37,15 +37,12 @@ def test_the_commands_for_kubernetes_create_the_secret_of_the_pods(tmp_path: Pat
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     printed = run_shell(tmp_path, KUBECTL, SCRIPT.text).partition("apiVersion")
     objects: list[dict[str, Any]] = [one for one in yaml.safe_load_all(printed[1] + printed[2]) if one]
-    namespace, secret, *manifests = objects
-    found = [one["metadata"]["name"] for one in manifests if one["kind"] == "Namespace"]
-    assert found == [namespace["metadata"]["name"]] == [secret["metadata"]["namespace"]]
+    namespace, secret, *_ = objects
+    assert (namespace["kind"], namespace["metadata"]["name"]) == ("Namespace", secret["metadata"]["namespace"])
     volumes = [volume for _, pod in pods("overlays/laptop") for volume in pod["spec"]["volumes"]]
     wanted = [volume["secret"] for volume in volumes if "secret" in volume]
-    assert wanted
-    for volume in wanted:
-        assert volume["secretName"] == secret["metadata"]["name"]
-        assert {item["key"] for item in volume.get("items", [])} <= secret["data"].keys()
+    assert {volume["secretName"] for volume in wanted} == {secret["metadata"]["name"]}
+    assert {item["key"] for volume in wanted for item in volume.get("items", [])} <= secret["data"].keys()
     assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
         path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()
     }

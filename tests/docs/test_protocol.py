@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from ps_config.tokens import SCOPES, TokenFolder
+from ps_config.tokens import SCOPES
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from services.runtime.scopes import ROUTE_SCOPES
-from services.runtime.security import Guard
 
-from .apps import call, run_coordinator, run_pserver
+from .apps import run_coordinator, run_pserver
 from .markdown import codes, example_plan, examples, read, section, table, tables, without_code
 from .messages import EXAMPLES, messages_in
 from .reference import list_messages
@@ -70,24 +68,3 @@ async def test_every_route_has_a_scope_and_every_documented_request_a_route() ->
     assert len(documented) > 15
     assert documented <= served
     assert all(f"`{scope}`" in section(TEXT, "Who may call what") for scope in SCOPES)
-
-
-@pytest.mark.asyncio
-async def test_a_request_that_matches_no_path_exactly_needs_the_scope_admin(tmp_path: Path) -> None:
-    requests = {
-        "GET /v1/parameters/a/b.c": "read",
-        "GET /v1/parameters/": "read",
-        "PUT /v1/parameters/a": "admin",
-        "POST /v1/trainers/3/leave": "train",
-        "POST /v1/trainers/3/leave/": "admin",
-        "POST /v1/trainers/3/4/leave": "admin",
-        "POST //v1/heartbeat": "admin",
-        "DELETE /v1/run": "admin",
-    }
-    async with run_coordinator() as app:
-        app.state.guard = Guard(tokens=TokenFolder(tmp_path))
-        async with call(app) as http:
-            for request, scope in requests.items():
-                method, path = request.split()
-                answer = await http.request(method, "http://service" + path)
-                assert (answer.status_code, answer.json()["needed"]) == (401, scope), request

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -65,13 +62,6 @@ class Sent:
         """The round of its fence, if it has one."""
         fence = dict(self.headers).get(FENCE_HEADER)
         return None if fence is None else int(fence.rpartition(" ")[2])
-
-    def to_bytes(self) -> bytes:
-        """On the wire, over HTTP/1.1."""
-        url = urlsplit(self.url)
-        path = f"{url.path}?{url.query}" if url.query else url.path
-        lines = [f"{self.method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers), "", ""]
-        return "\r\n".join(lines).encode() + self.content
 
 
 class Recorder:
@@ -137,22 +127,6 @@ def spoil(draw: st.DrawFn, requests: list[Sent]) -> Sent:
             case _:
                 headers.append((name, draw(JUNK)))
     return replace(request, headers=tuple(headers), content=content)
-
-
-def send_raw(address: str, data: bytes) -> bytes:
-    """Send bytes as they are and say that there will be no more; returns what comes back, if anything does."""
-    url = urlsplit(address)
-    answer = b""
-    with socket.create_connection((url.hostname, url.port), timeout=5) as connection:
-        try:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(0.5)
-            while chunk := connection.recv(65_536):
-                answer += chunk
-        except OSError:
-            pass  # closed on us, or kept open with nothing to say
-    return answer
 
 
 # ---------------------------------------------------------------- the cluster
@@ -286,28 +260,11 @@ def send_spoilt(fuzzed: Fuzzed, sent: Sent) -> None:
     send_request(fuzzed, fuzzed.client.build_request(sent.method, sent.url, headers=headers, content=sent.content))
 
 
-def send_spoilt_bytes(fuzzed: Fuzzed, url: str, data: bytes) -> None:
-    """Not even HTTP any more, perhaps."""
-    answer = send_raw(url, data)
-    for status in re.findall(rb"^HTTP/1\.[01] (\d+)", answer, re.MULTILINE):
-        assert status != b"500", (data, answer)
-        fuzzed.answers[status.decode()] += 1
-    if not answer:
-        fuzzed.answers["closed"] += 1
-
-
 @pytest.mark.timeout(1500)
 def test_fuzzed_requests_change_nothing(fuzzed: Fuzzed) -> None:
     num = examples(500)
     fuzzed.answers.clear()
-    # A request whose bytes are spoilt keeps no identity that lives: these are of round 1, which is over.
-    over = [s for s in fuzzed.recorded if s.round == 1]
     send_described(fuzzed, num * 4 // 10)
-    fuzz(
-        st.sampled_from(over).flatmap(lambda s: st.tuples(st.just(s.url), spoil_bytes(s.to_bytes()))),
-        num * 2 // 10,
-        lambda raw: send_spoilt_bytes(fuzzed, *raw),
-    )
     while (missing := num - fuzzed.answers.total()) > 0:
         fuzz(spoil(fuzzed.recorded), missing, lambda sent: send_spoilt(fuzzed, sent))
 

@@ -9,7 +9,7 @@ import pytest
 
 from ps_config import tokens
 from ps_config.environment import SettingsError
-from ps_config.hosts import check_listening, is_ip_literal, split_port
+from ps_config.hosts import check_listening, is_ip_literal
 from ps_config.tokens import PREVIOUS, SCOPES, Scope, TokenFile, TokenFolder, TokenPair
 
 OLD, NEW = "old-" + "x" * 20, "new-" + "x" * 20
@@ -32,26 +32,17 @@ def test_an_invalid_token_is_refused(tmp_path: Path, text: str) -> None:
     assert not text or text not in str(caught.value)
 
 
-def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    file = TokenFile(tmp_path / "read")
+def test_a_file_is_read_again_when_it_changes_and_keeps_its_last_valid_token(tmp_path: Path) -> None:
+    problems: list[str] = []
+    file = TokenFile(tmp_path / "read", problems.append)
     assert file.read() is None
-    put(file.path, OLD)
-    assert file.read() == OLD
-    put(file.path, NEW)
-    assert file.read() == NEW
+    for text, token in ((OLD, OLD), (NEW, NEW), ("not a token", NEW), ("not a token", NEW)):
+        put(file.path, text)
+        assert file.read() == token
+    [problem] = problems
+    assert "holds no token" in problem
     file.path.unlink()
     assert file.read() is None
-
-
-def test_an_invalid_token_does_not_replace_a_valid_one(tmp_path: Path) -> None:
-    messages: list[str] = []
-    file = TokenFile(tmp_path / "read", messages.append)
-    put(file.path, OLD)
-    assert file.read() == OLD
-    put(file.path, "not a token")
-    assert [file.read() for _ in range(3)] == [OLD] * 3
-    assert len(messages) == 1
-    assert "holds no token" in messages[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
@@ -155,10 +146,3 @@ def test_listening_beyond_loopback_needs_tokens_or_the_insecure_setting(host: st
 @pytest.mark.parametrize("host", ["1", "127.1", "0x7f.1", "127.0.0.1.example.com", ""])
 def test_names_that_a_resolver_accepts_are_no_addresses(host: str) -> None:
     assert not is_ip_literal(host)
-
-
-def test_a_host_header_is_split_from_its_port() -> None:
-    headers = ["", "a", "A.Example.:80", "[::1]", "127.0.0.1:1"]
-    assert [split_port(text) for text in headers] == [
-        ("", ""), ("a", ""), ("a.example", "80"), ("::1", ""), ("127.0.0.1", "1"),
-    ]  # fmt: skip

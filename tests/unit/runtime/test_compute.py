@@ -17,25 +17,14 @@ def executor() -> Iterator[ComputeExecutor]:
     executor.close()
 
 
-async def test_jobs_run_one_after_another_in_order(executor: ComputeExecutor) -> None:
-    order: list[str] = []
-
-    def job(name: str) -> str:
-        order.append(f"{name} begins")
-        time.sleep(0.01)
-        order.append(f"{name} ends")
-        return name
-
-    assert await asyncio.gather(*(executor.run(job, name) for name in "abc")) == ["a", "b", "c"]
-    assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
-
-
-async def test_a_result_does_not_wait_for_the_jobs_behind_it(executor: ComputeExecutor) -> None:
+async def test_jobs_run_in_order_and_a_result_does_not_wait_for_the_jobs_behind_it(executor: ComputeExecutor) -> None:
     """Though all of them went to the thread together."""
     gate = threading.Event()
-    first, second, third = (asyncio.create_task(executor.run(job, 5)) for job in (abs, abs, gate.wait))
-    assert await asyncio.wait_for(asyncio.gather(first, second), 2) == [5, 5]
-    assert not third.done()
+    order: list[str] = []
+    first, second = (asyncio.create_task(executor.run(order.append, name)) for name in "ab")
+    third = asyncio.create_task(executor.run(gate.wait))
+    await asyncio.wait_for(asyncio.gather(first, second), 2)
+    assert (order, third.done()) == (["a", "b"], False)
     gate.set()
     assert await third
 
@@ -63,23 +52,6 @@ async def test_job_outlives_its_cancelled_request_even_if_it_still_queues(execut
     assert (done, executor.num_jobs) == (["queued"], 0)
 
 
-async def test_close_waits_for_jobs_and_refuses_more(executor: ComputeExecutor) -> None:
-    done: list[str] = []
-
-    def job() -> None:
-        time.sleep(0.02)
-        done.append("job")
-
-    request = asyncio.create_task(executor.run(job))
-    await asyncio.sleep(0)
-    executor.close()
-    assert done == ["job"]
-    await request
-    with pytest.raises(RuntimeError):
-        await executor.run(job)
-    assert executor.num_jobs == 0
-
-
 async def test_a_quick_job_runs_on_the_loop_after_the_earlier_jobs(executor: ComputeExecutor) -> None:
     here = threading.get_ident()
     assert await executor.run_at_once(threading.get_ident) == here
@@ -92,3 +64,20 @@ async def test_a_quick_job_runs_on_the_loop_after_the_earlier_jobs(executor: Com
     gate.set()
     await asyncio.gather(earlier, quick)
     assert order == ["earlier", "quick"]
+
+
+async def test_close_waits_for_jobs_and_refuses_more(executor: ComputeExecutor) -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        time.sleep(0.02)
+        done.append("job")
+
+    request = asyncio.create_task(executor.run(work))
+    await asyncio.sleep(0)
+    executor.close()
+    assert done == ["job"]
+    await request
+    assert executor.num_jobs == 0
+    with pytest.raises(RuntimeError):
+        await executor.run(abs, 5)

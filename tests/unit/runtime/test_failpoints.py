@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,16 +30,6 @@ def test_a_disk_fails_at_the_passage_that_was_named_and_at_no_other(action, numb
         except OSError as error:
             reached.append((passage, error.errno))
     assert reached == [(3, number)]
-
-
-@pytest.mark.parametrize(("action", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
-def test_a_process_is_signalled(monkeypatch, action, number):
-    sent = []
-    monkeypatch.setattr(signal, "raise_signal", sent.append)
-    arm_failpoints(f"freeze.before={action}")
-    reach_failpoint("freeze.before")
-    reach_failpoint("freeze.before")
-    assert sent == [number]
 
 
 @pytest.mark.parametrize("text", ["apply=kill", "apply.before", "apply.before=explode", "apply.before=kill@soon"])
