@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from signal import SIGINT
+from signal import SIGINT, SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +21,7 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from trainer_client import RemoteOptimizer, Session
@@ -23,10 +30,12 @@ from trainer_client.testing import LocalCluster
 from ..cluster.faulty_run import FaultyRun
 from ..cluster.trainer_processes import free_port
 from ..cluster.training import assert_identical, run_trainers
+from ..cluster.training_script import make_model
 from ..cluster.up_support import RunningUp, wait_until
+from ..kubernetes.rendering import pods
 from .conftest import NUM_TRAINERS
 from .markdown import ROOT, examples, read, section
-from .stage import Stage, arguments_of_up, needs_curl, run_shell, status_of
+from .stage import GRADPOST, Stage, arguments_of_up, environment, needs_curl, run_shell, status_of
 
 TEXT = read("cli.md")
 COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard,")], "sh"))
@@ -253,3 +262,164 @@ def test_both_scripts_train(tmp_path: Path) -> None:
     assert min(plain[-1], alone[-1], *together[-2:]) > 0.9
     assert together[-1] == together[-2]  # all trainers have one model, with its statistics of batch norm
     assert torch.load(tmp_path / "model.pt", weights_only=True)["1.num_batches_tracked"] == EPOCHS * 1500 / 50
+
+
+# ---------------------------------------------------------------------- inspection
+
+
+INSPECTION_TEXT = read("inspection.md")
+FIRST, _, *LOOK = [block.text for block in examples(INSPECTION_TEXT, "sh")]
+[PYTHON] = [block.text for block in examples(INSPECTION_TEXT, "python")]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[FaultyRun]:
+    with FaultyRun(100_000, min_block_size=64) as run:
+        run.wait_for_round(15)
+        yield run
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@needs_curl
+def test_with_a_token(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    with stage.cluster:
+        status = json.loads(stage.shell(FIRST.replace("http://127.0.0.1:7070", stage.cluster.address)))
+    assert status["state"] == "gathering"
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@needs_curl
+def test_the_cluster_is_inspected(run: FaultyRun, tmp_path: Path) -> None:
+    printed = run_shell(tmp_path, "\n".join(LOOK), URL=run.cluster.address)
+    assert load_file(tmp_path / "weight.safetensors")["0.weight"].shape == (64, 20)
+    documents = [json.loads(line) for line in printed.splitlines() if line.startswith(("{", "["))]
+    requests = [event["facts"] for event in documents[-1] if event["by"]]
+    assert [facts["action"] for facts in requests if facts["outcome"] == "done"] == [
+        "set rate", "freeze", "unfreeze", "pause", "resume", "checkpoint",
+    ]  # fmt: skip
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@needs_curl
+def test_the_exported_model_is_loaded(run: FaultyRun, tmp_path: Path) -> None:
+    code = f"{PYTHON}\nimport torch\ntorch.save(state, {str(tmp_path / 'state.pt')!r})\n"
+    run_shell(tmp_path, shlex.join(["python", "-c", code]), URL=run.cluster.address)
+    make_model().load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
+
+
+# ---------------------------------------------------------------------- Kubernetes
+
+
+[KUBERNETES] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
+PROXIES = section(read("deploy.md"), "Behind proxies")
+for language in ("nginx", "haproxy"):  # tests/cluster/test_surroundings.py runs them
+    examples(PROXIES, language)
+
+# Print the objects instead of sending them to a cluster.
+KUBECTL = """
+kubectl() {
+  case "$*" in
+    *port-forward*) ;;
+    apply*) command kubectl kustomize "${@:3}" ;;
+    *) command kubectl "$@" --dry-run=client --output yaml ;;
+  esac
+  echo ---
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, to render manifests")
+def test_the_commands_for_kubernetes_create_the_secret_of_the_pods(tmp_path: Path) -> None:
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    printed = run_shell(tmp_path, KUBECTL, KUBERNETES.text).partition("apiVersion")
+    objects: list[dict[str, Any]] = [one for one in yaml.safe_load_all(printed[1] + printed[2]) if one]
+    namespace, secret, *_ = objects
+    assert (namespace["kind"], namespace["metadata"]["name"]) == ("Namespace", secret["metadata"]["namespace"])
+    volumes = [volume for _, pod in pods("overlays/laptop") for volume in pod["spec"]["volumes"]]
+    wanted = [volume["secret"] for volume in volumes if "secret" in volume]
+    assert {volume["secretName"] for volume in wanted} == {secret["metadata"]["name"]}
+    assert {item["key"] for volume in wanted for item in volume.get("items", [])} <= secret["data"].keys()
+    assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()
+    }
+
+
+# ---------------------------------------------------------------------- machines
+
+
+MACHINES_TEXT = read("machines.md")
+[TOKENS] = examples(MACHINES_TEXT, "sh")
+[BY_HAND] = examples(MACHINES_TEXT, "console")
+COPY, LOOP, *_ = (block.text for block in examples(MACHINES_TEXT, "bash"))
+
+
+def make_folder(folder: Path, *arguments: str) -> None:
+    """Make the tokens, the script, and programs `gradpost` and `python` in `folder`/bin."""
+    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
+    (folder / "train.py").write_text(script.replace("sys.argv[1:]", repr(list(arguments))))
+    (folder / "bin").mkdir()
+    write_program(folder / "bin" / "gradpost", *GRADPOST)
+    write_program(folder / "bin" / "python", sys.executable)
+    run_shell(folder, TOKENS.text)
+
+
+def write_program(path: Path, *command: str) -> None:
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+def test_by_hand(tmp_path: Path) -> None:
+    """Each machine is an address on loopback."""
+    make_folder(tmp_path, "20")
+    text = BY_HAND.text.replace("10.0.0.", "127.0.0.").replace("7070", str(free_port()))
+    text = text.replace("/var/lib", str(tmp_path))
+    coordinator, pserver, trainer = (line.removeprefix("$ ") for line in text.splitlines())
+    services = [coordinator, *(pserver.replace("--pserver-index 0", f"--pserver-index {i}") for i in range(2))]
+    trainers = [trainer.replace("RANK=0", f"RANK={rank}") for rank in range(2)]
+    env = environment({
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "GRADPOST_TOKENS_DIR": str(tmp_path / "tokens"),
+    })  # fmt: skip
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for command in [*services, *trainers]:
+            words = ["env", *shlex.split(command)]
+            started.append(subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE))
+        check_results("".join(trainer.communicate(timeout=200)[0] for trainer in started[3:]))
+        for service in started[:3]:
+            service.send_signal(SIGTERM)
+        assert [process.wait(100) for process in started] == [0] * 5
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def check_results(printed: str) -> None:
+    """Check that both trainers have the result of round 20."""
+    results = re.findall(r"result (\w+) 20$", printed, re.MULTILINE)
+    assert len(results) == 2, printed
+    assert len(set(results)) == 1
+
+
+# Loopback has the addresses of both machines, and a shell takes the place of a remote one.
+SSH = """
+ssh() { shift 2; bash -c "$*"; }
+scp() { cp -r "$2" "$3" "${4#*:}"; }
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+def test_over_ssh(tmp_path: Path) -> None:
+    make_folder(tmp_path, "20")
+    text = (COPY + LOOP).replace("10.0.0.", "127.0.0.").replace("7070", str(free_port()))
+    text = text.replace("/srv", str(tmp_path / "srv"))
+    check_results(run_shell(tmp_path, SSH + text, PATH=f"{tmp_path}/bin:{os.environ['PATH']}"))

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from h2.events import (
     DataReceived,
-    PingAckReceived,
-    PingReceived,
-    RemoteSettingsChanged,
     ResponseReceived,
     StreamEnded,
     StreamReset,
@@ -27,7 +24,6 @@ from ps_http2 import connection as connection_module
 from ps_http2 import writer as writer_module
 from ps_http2.asyncio_shell import AsyncStream, BodyReader
 from ps_http2.frames import ErrorCode
-from ps_http2.stream import StreamResetError
 
 from .support import ANSWER, REQUEST, End, Peer, connect, feed, parse
 
@@ -215,21 +211,6 @@ def test_a_stream_without_a_window_does_not_hold_up_the_others() -> None:
 # ---------------------------------------------------------------------- settings and pings
 
 
-def test_settings_and_pings_are_exchanged_and_acknowledged() -> None:
-    ours, peer = connect(MAX_CONCURRENT_STREAMS=7, settings={SettingCodes.MAX_CONCURRENT_STREAMS: 9})
-    [received] = peer.of(RemoteSettingsChanged)
-    assert received.changed_settings[SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 7
-    assert received.changed_settings[SettingCodes.MAX_FRAME_SIZE].new_value == 1 << 20
-    assert ours.peer_max_streams == 9
-    assert peer.h2.local_settings.max_concurrent_streams == 9, "the peer's settings were not acknowledged"
-    peer.h2.ping(b"12345678")
-    ours.ping()
-    peer.run()
-    assert [answer.ping_data for answer in peer.of(PingAckReceived)] == [b"12345678"]
-    assert peer.of(PingReceived)
-    assert not peer.transport.is_closed
-
-
 BODY = PATTERN[:500_000]  # one frame
 
 
@@ -273,40 +254,6 @@ async def test_a_body_is_received_into_a_buffer(received: tuple[BodyReader, Peer
     assert buffer == b"0123456789" * 30_000
 
 
-async def test_a_full_buffer_ends_the_wait_before_the_body_ends(received: tuple[BodyReader, Peer]) -> None:
-    reader, peer = received
-    reading = await start(reader.read_into(memoryview(bytearray(4)), 5))
-    peer.send(b"0123")  # a small frame arrives with its header
-    assert await asyncio.wait_for(reading, 1) == (4, True)
-
-
-async def test_bytes_that_came_before_the_reader_are_read_first(received: tuple[BodyReader, Peer]) -> None:
-    reader, peer = received
-    peer.send(b"12345")
-    peer.send(b"678")
-    buffer = bytearray(4)
-    assert await reader.read_into(memoryview(buffer), 5) == (4, True)
-    assert await reader.read() == (b"5678", True)
-    peer.send(b"9", end_stream=True)
-    assert (buffer, await reader.read(), await reader.read()) == (b"1234", (b"9", False), (b"", False))
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-async def test_a_slow_body_is_returned_in_parts(is_late: bool, received: tuple[BodyReader, Peer]) -> None:
-    """Also if nothing came at first: otherwise it would seem stalled until all of it has arrived."""
-    reader, peer = received
-    buffer = bytearray(10)
-    if not is_late:
-        peer.send(b"123")
-    reading = await start(reader.read_into(memoryview(buffer), 0.02))
-    if is_late:
-        await asyncio.sleep(0.05)
-        assert not reading.done()
-        peer.send(b"123")
-    assert await asyncio.wait_for(reading, 5) == (3, True)
-    assert buffer[:3] == b"123"
-
-
 async def test_a_cancelled_reader_no_longer_writes_to_its_buffer(received: tuple[BodyReader, Peer]) -> None:
     reader, peer = received
     buffer = bytearray(10)
@@ -316,16 +263,6 @@ async def test_a_cancelled_reader_no_longer_writes_to_its_buffer(received: tuple
     peer.send(b"12345", end_stream=True)
     assert buffer == bytes(10)
     assert await reader.read() == (b"12345", False)
-
-
-async def test_a_reset_is_raised_in_all_waiting_tasks(received: tuple[BodyReader, Peer]) -> None:
-    reader, peer = received
-    waiting = [await start(each) for each in (reader.read(), reader.read_into(memoryview(bytearray(5)), 5))]
-    peer.h2.reset_stream(1, ErrorCode.INTERNAL_ERROR)
-    peer.run()
-    for each in waiting:
-        with pytest.raises(StreamResetError, match="INTERNAL_ERROR"):
-            await each
 
 
 # ---------------------------------------------------------------------- sending a body
@@ -357,17 +294,6 @@ async def test_a_cancelled_sender_resets_the_stream_and_releases_its_body() -> N
     peer.run()
     assert b"".join(event.data for event in peer.of(DataReceived)) == BODY
     assert [event.error_code for event in peer.of(StreamReset)] == [ErrorCode.CANCEL]
-
-
-async def test_sending_on_a_reset_stream_raises() -> None:
-    stream, peer = open_stream(pauses=True, settings=WIDE)
-    stream.send_headers(ANSWER)
-    sending = await start(stream.send(BODY, end_stream=True))
-    peer.h2.reset_stream(1, ErrorCode.CANCEL)
-    peer.run()
-    for sent in (sending, stream.send(b"more")):
-        with pytest.raises(StreamResetError, match="CANCEL"):
-            await sent
 
 
 # ---------------------------------------------------------------------- ends of streams
@@ -412,15 +338,6 @@ def test_a_closed_stream_no_longer_writes_to_its_sink(at: int) -> None:
 
 
 # ---------------------------------------------------------------------- ends of the connection
-
-
-@pytest.mark.parametrize(("lost_by", "text"), [(None, "closed"), (OSError("cable"), "cable")])
-def test_a_lost_connection_resets_its_streams(lost_by: Exception | None, text: str) -> None:
-    ours, peer = connect()
-    [stream] = peer.request(1, end_stream=False)
-    ours.connection_lost(lost_by)
-    assert repr(stream.error) == f"StreamResetError('the connection is lost: {text}')"
-    assert (ours.streams, ours.is_closing) == ({}, True)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 60_000])
