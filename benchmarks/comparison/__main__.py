@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="only these, where a case has them")
     parser.add_argument("--trainers", type=int, help="instead of each case's own number")
     parser.add_argument("--pservers", type=int, help="instead of each case's own number; servers of the peers, too")
-    parser.add_argument("--links", type=parse_rate, metavar="1gbit", help="a machine for each process")
+    parser.add_argument(
+        "--links", type=parse_rate, metavar="1gbit", help="a machine for each process; not for shared memory"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the report and latest.json")
     options = parser.parse_args()
     exit_on_signals()
@@ -83,9 +85,11 @@ def main() -> None:
     numbers = {"num_trainers": options.trainers, "num_servers": options.pservers}
     numbers = {name: number for name, number in numbers.items() if number is not None}
     chosen = [case.resize(**numbers) for case in CASES if _is_chosen(case, options)]
+    if not chosen:
+        parser.error("there is no such case: --quick has none over links, and leaves out some others")
     num_machines = max(case.count_machines() for case in chosen)
     machines: list[Machine] = [Loopback()] * num_machines
-    text, kind, where = TEXT, "_quick" * options.quick, "on loopback"
+    text, kind, where = TEXT, "_quick" if options.quick else "", "on loopback"
     results: list[CaseResult] = []
     with ExitStack() as stack:
         if options.links:
