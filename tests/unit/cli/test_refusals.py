@@ -1,4 +1,4 @@
-"""What a command line cannot do is one line on stderr for each problem, and an exit code; nothing is printed."""
+"""A command that cannot run prints one line for each problem on stderr, and ends with an exit code."""
 
 from __future__ import annotations
 
