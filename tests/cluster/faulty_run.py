@@ -19,7 +19,6 @@ from .up_support import wait_until
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 ROOT = SCRIPT.parents[2]
-ROUND_SECONDS = 0.02
 
 
 class FaultyRun:
@@ -35,18 +34,22 @@ class FaultyRun:
         kind: str = "regression",
         script: Path = SCRIPT,
         environment: Mapping[str, str] | None = None,
+        round_seconds: float = 0.02,
+        cluster_type: type[LocalCluster] = LocalCluster,
         **settings: Any,
     ) -> None:
+        """`environment` is that of the trainers, which pause for `round_seconds` in each round."""
         self.rounds = rounds
         self.script = script
+        self.round_seconds = round_seconds
         self.trouble = trouble
         self.kind = kind
-        self.environment = environment or {}  # of the trainers
+        self.environment = environment or {}
         self.prefix: dict[int, list[str]] = {}  # of the command of a rank
         self.lines: list[str] = []
         self._progress = threading.Condition()
         self._round = [0] * trainers
-        self.cluster = LocalCluster(
+        self.cluster = cluster_type(
             pservers=pservers, trainers=trainers, on_line=self._line, **{"lease_seconds": 2, **settings}
         )
 
@@ -69,7 +72,7 @@ class FaultyRun:
             error.add_note("\n".join(self.lines[-60:]))
 
     def start_trainer(self, rank: int) -> Child:
-        arguments = [str(self.script), str(self.rounds), str(ROUND_SECONDS), self.trouble, self.kind]
+        arguments = [str(self.script), str(self.rounds), str(self.round_seconds), self.trouble, self.kind]
         command = [*self.prefix.get(rank, []), sys.executable, *arguments]
         return self.cluster.start_trainer(rank, command, {"PYTHONPATH": str(ROOT), **self.environment})
 

@@ -1,25 +1,95 @@
-"""A standby has the bits of its pserver, whatever dies, and training does not notice it."""
+"""A standby has the bits of its pserver, whatever dies. With `replicated` it replaces a pserver that is lost."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any
 
 import httpx
 import pytest
 
-from ps_config.tokens import SCOPES
+from ps_protocol.errors import Unreachable
 from ps_protocol.messages import PserverState
-from trainer_client.testing import Child
+from trainer_client.client.inspection import ClusterView
+from trainer_client.testing import Child, LocalCluster
 
 from .faulty_run import FaultyRun
-from .up_support import wait_until
+from .trainer_processes import free_port
+from .up_support import RunningUp, train_script, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def replicated(folder: Path) -> FaultyRun:
+    """Return a run with one pserver that lasts until its standby has been started, without many rounds."""
+    return FaultyRun(240, round_seconds=0.06, pservers=1, durability="replicated", state_dir=folder)
+
+
+def test_a_pserver_that_is_killed_and_wiped_is_replaced_without_a_loss(tmp_path: Path) -> None:
+    with replicated(tmp_path) as run:
+        run.start_standbys()
+        run.wait_for_round(run.round_of(0) + 10)
+        run.kill(run.cluster.pservers[0])
+        shutil.rmtree(tmp_path / "pserver-0")
+        run.wait_for_incarnation(2)
+        run.check_results()
+
+
+def test_a_stopped_pserver_follows_its_successor_and_may_be_lost_then(tmp_path: Path) -> None:
+    with replicated(tmp_path) as run:
+        run.start_standbys()
+        run.cluster.pservers[0].signal(SIGSTOP)
+        run.wait_for_incarnation(2)
+        run.wait_for_round(run.round_of(0) + 10)
+        run.cluster.pservers[0].signal(SIGCONT)
+        run.wait_for_sync()
+        run.kill(run.cluster.pservers[0])
+        run.wait_for_round(run.round_of(0) + 20)
+        run.check_results()
+
+
+class Pods(LocalCluster):
+    """A cluster whose pserver processes have a state folder each, as pods have."""
+
+    def start_pserver(self, index: int, **env: Any) -> Child:
+        volume = Path(self._settings["GRADPOST_STATE_DIR"]) / f"volume-{index}"
+        return super().start_pserver(index, GRADPOST_STATE_DIR=str(volume), **env)
+
+
+def test_a_process_with_an_older_folder_waits_for_the_promoted_one(tmp_path: Path) -> None:
+    """Processes 2 and 3 are standbys, which only their indices distinguish. Process 2 replaces pserver 0."""
+    with FaultyRun(800, cluster_type=Pods, standbys=1, checkpoints=tmp_path) as run:
+        for index in (2, 3):
+            run.cluster.start_pserver(index)
+        run.wait_for_sync()
+        run.kill(run.cluster.pservers[0])
+        run.wait_for_incarnation(2)
+        run.wait_for_round(run.round_of(0) + 20)
+        for child in run.cluster.pservers:
+            child.signal(SIGKILL)
+        for child in run.cluster.pservers:
+            child.wait(10)
+        assert wait_until(lambda: all(p.index != 0 for p in run.cluster.status().pservers), 30)
+        for index in (0, 1, 3):
+            run.cluster.start_pserver(index)
+        run.wait_for_line("this process has an older state and waits for it", of="pserver 0")
+        before = run.round_of(0)
+        time.sleep(1)
+        assert run.round_of(0) == before
+        run.cluster.start_pserver(2)
+        run.wait_for_round(before + 20)
+        run.wait_for_sync()  # the first process follows now
+        run.check_results()
+        assert not [line for line in run.lines if "the run is rolled back" in line]
+
+
+# ---------------------------------------------------------------------- standbys of a run that does not need them
 
 ENDLESS = 1_000_000  # rounds
 CLIPPED: dict[str, Any] = {"kind": "decaying", "environment": {"GRADPOST_MAX_GRAD_NORM": "0.05"}}
@@ -47,20 +117,12 @@ def has_bits(run: FaultyRun, index: int) -> bool:
     return found == [(leader.round, leader.run, str(leader.digest).partition("-")[0])]
 
 
-def stop(child: Child) -> None:
-    begun = time.monotonic()
-    child.signal(SIGTERM)
-    assert child.wait(20) == 0
-    assert time.monotonic() - begun < 5
-
-
 def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
     with FaultyRun(ENDLESS, local_transport=False, checkpoint_rounds=50, **CLIPPED) as run:
         first, _ = run.cluster.start_standby(0), run.cluster.start_standby(1)
         for index in (0, 1):
             wait_for_standby(run, index, 1)
-        run.kill(run.cluster.pservers[0])
-        run.cluster.start_pserver(0)
+        run.restart_pserver(0)
         run.wait_for_line("run installed", 2, of="pserver 0")
         wait_for_standby(run, 0, run.cluster.view.pserver_state(0).round)
         run.kill(first)
@@ -76,25 +138,12 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
             run.kill(child)
         for index in (0, 1):
             assert wait_until(lambda index=index: has_bits(run, index), 60)
-        stop(second)
+        second.signal(SIGTERM)
+        assert second.wait(20) == 0
         assert not [s for s in run.cluster.status().standbys if s.follows == 0]
         lines = [json.loads(line.partition("] ")[2]) for line in run.lines if line.startswith("[standby of pserver 1")]
-        copied = [line["round"] for line in lines if line["event"] == "replica copied"]
-        assert len(copied) == 1
+        assert len([line for line in lines if line["event"] == "replica copied"]) == 1
         assert not [line for line in lines if line["level"] == "error"]
-
-
-def test_a_pserver_that_stops_is_replaced_and_follows_when_it_returns() -> None:
-    with FaultyRun(500, durability="replicated") as run:
-        run.cluster.start_standby(0)
-        run.wait_for_sync(0)
-        pserver = run.cluster.pservers[0]
-        stop(pserver)
-        run.wait_for_round(run.round_of(0) + 30)
-        assert run.cluster.status().pservers[0].heartbeat.incarnation == 2
-        run.cluster.start_pserver(0)
-        run.wait_for_sync(0)
-        run.check_results()
 
 
 def test_a_standby_ends_with_the_cluster() -> None:
@@ -106,20 +155,33 @@ def test_a_standby_ends_with_the_cluster() -> None:
         assert standby.wait(20) == 0
 
 
-def test_a_run_without_a_log_refuses_standbys() -> None:
-    with FaultyRun(ENDLESS, pservers=1, trainers=1, durability="none") as run:
-        standby, mistaken = run.cluster.start_standby(0), run.cluster.start_standby(7)
-        assert mistaken.wait(60) == 1
-        assert "world_mismatch" in run.wait_for_line("cannot follow", of="standby of pserver 7")
-        assert standby.wait(60) == 1
-        assert "no_update_log" in run.wait_for_line("cannot follow", of="standby of pserver 0")
-        run.wait_for_round(run.round_of(0) + 10)
+# ---------------------------------------------------------------------- `gradpost up`
 
 
-def test_a_standby_needs_a_token_of_scope_replicate_only(tmp_path: Path) -> None:
-    for scope in SCOPES:
-        (tmp_path / scope).write_text(f"{scope}-token-0123456789abcdef\n")
-        (tmp_path / scope).chmod(0o600)
-    with FaultyRun(ENDLESS, pservers=1, trainers=1, tokens_dir=tmp_path) as run:
-        run.cluster.start_standby(0, GRADPOST_TOKEN_FILE=str(tmp_path / "replicate"))
-        run.wait_for_line("replica copied")
+def is_in_sync(view: ClusterView, incarnation: int) -> bool:
+    """Return whether the pserver has this incarnation, and a standby that may replace it."""
+    with suppress(Unreachable):
+        status = view.status()
+        roles = [standby.role for standby in status.standbys if standby.run]
+        return [p.heartbeat.incarnation for p in status.pservers] == [incarnation] and roles == ["in_sync"]
+    return False
+
+
+def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path) -> None:
+    script = train_script(tmp_path, rounds=100_000, in_each_round="time.sleep(0.01); os.path.exists('stop') and exit()")
+    port = free_port()
+    arguments = ("--pservers", 1, "--trainers", 1, "--standbys", 1, "--port", port, "--", "python", script)
+    with (
+        RunningUp(*arguments, folder=tmp_path, cold=True) as up,
+        ClusterView(f"http://127.0.0.1:{port}") as view,
+    ):
+        for incarnation in (1, 2):  # the standby that was started at last replaces the one before
+            assert wait_until(lambda at=incarnation: is_in_sync(view, at), 60)
+            processes = sorted(pid for pid, command in up.left().items() if "-m services.pserver" in command)
+            os.kill(processes[0], SIGKILL)  # the pserver: all others were started later
+        assert wait_until(lambda: is_in_sync(view, 3), 60)
+        (tmp_path / "stop").touch()
+        code, stdout, stderr = up.finish()
+    assert code == 0, stdout + stderr
+    assert stderr.count("gradpost: pserver 0 was ended by SIGKILL") == stderr.count("a standby replaces it") == 2
+    assert "starting it again" not in stderr
