@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel
-from trainer_client import RemoteOptimizer, Session
+from trainer_client import Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
@@ -26,15 +24,6 @@ LOCAL = "1.num_batches_tracked"
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(min_block_size=2, on_trainer_loss="fail")
-
-
-def test_an_outer_optimizer_of_other_parameters_is_refused(cluster: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        outer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
-        with pytest.raises(BadModel, match="must have the parameters of the inner one"):
-            wrap_weight(session, 2, local_steps=2, outer=outer)
-
-    run_all(cluster, work)
 
 
 @pytest.mark.extended
@@ -84,10 +73,7 @@ def test_buffers_are_no_part_of_the_norm_and_not_clipped(cluster: LocalCluster) 
 @pytest.mark.parametrize(
     ("settings", "arguments", "margin"),
     [
-        ({}, {"local_steps": 2}, 0.01),
         ({}, {"overlap": True, "overlap_pulls": True}, 0.01),
-        ({}, {"pull_type": "int8"}, 0.01),
-        pytest.param({"max_delay": 2}, {}, 1.1, marks=pytest.mark.extended),
         ({"mode": "async", "compensation": "dc"}, {}, 1.1),  # the last steps may be those of one trainer
     ],
     ids=str,
@@ -114,26 +100,6 @@ def test_a_model_that_is_read_has_statistics_of_its_weights(
     assert exported[-1]["0.running_mean"].item() == pytest.approx(2, abs=margin)
 
 
-def test_a_skipped_round_leaves_the_means_of_the_round_before(own_cluster: StartCluster) -> None:
-    def work(session: Session) -> list[dict[str, Tensor]]:
-        model, found = make_model(), []
-        optimizer = wrap_model(session, model, lr=0.0)
-        for step in range(3):
-            optimizer.zero_grad()
-            compute(model, step, session.rank)
-            if step == 1 and session.rank == 1:
-                model[0].weight.grad.fill_(float("nan"))
-            optimizer.step()
-            found.append({name: buffer for name, buffer in buffers_of(model).items() if name != LOCAL})
-        return found
-
-    cluster = own_cluster(nonfinite="skip_round", on_trainer_loss="fail")
-    for first, skipped, third in run_all(cluster, work):
-        for name in first:
-            assert torch.equal(skipped[name], first[name])
-            assert not torch.equal(third[name], first[name])
-
-
 def test_buffers_that_are_replaced_infinite_or_of_16_bits(cluster: LocalCluster) -> None:
     def work(session: Session) -> list[Tensor]:
         model = nn.Linear(2, 1)
@@ -152,17 +118,6 @@ def test_buffers_that_are_replaced_infinite_or_of_16_bits(cluster: LocalCluster)
         assert level.tolist() == [1.5 + 1.5 + 0.5] * 3  # the one that is not a number counts as it was before
         assert mask.tolist() == [[0, -torch.inf], [0, 0]]
         assert short.tolist() == [1.5, 1.5]
-
-
-def test_a_buffer_that_becomes_another_one_is_refused(cluster: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        model = make_model()
-        optimizer = wrap_model(session, model, lr=0.0)
-        model[1].running_mean = torch.zeros(5)
-        with pytest.raises(BadModel, match=r"1\.running_mean.*has another shape or dtype"):
-            optimizer.step()
-
-    run_all(cluster, work)
 
 
 # ---------------------------------------------------------------------- the choice of buffers
@@ -211,23 +166,3 @@ def test_a_queue_can_be_that_of_the_lowest_rank_or_stay_where_it_is(
         assert torch.equal(model.norm.running_mean, all_trainers[0][2].norm.running_mean)
     for written, after, _ in run(partial(train_queue, buffers={"queue": "leave"})):
         assert all(map(torch.equal, after, written))
-
-
-def test_choices_of_buffers_that_cannot_be_are_refused(cluster: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        model, rotated = Queue(), nn.ParameterDict({"w": torch.ones(2, dtype=torch.cfloat)})
-        model.register_buffer("q64", torch.ones(2, dtype=torch.float64))
-        for choices, message in (
-            ({"queu": "leave"}, "'queu' matches no buffer that is exchanged. Did you mean 'queue'?"),
-            ({"pointer": "lowest_rank"}, "'pointer' is torch.int64. Exchanged are dense float32"),
-            ({"q*64": "lowest_rank"}, "'q64' is torch.float64. Exchanged are dense float32"),
-            ({"queue": "first"}, "'first' is no choice for buffers 'queue'; use average, lowest_rank or leave"),
-        ):
-            with pytest.raises(BadModel, match=re.escape(message)):
-                wrap_model(session, model, buffers=choices)
-        with pytest.raises(BadModel, match="buffers need model=model"):
-            RemoteOptimizer(torch.optim.SGD(model.parameters()), session=session, buffers={"queue": "leave"})
-        with pytest.raises(BadModel, match=r"'w' is torch.complex64, .* torch\.view_as_real"):
-            wrap_model(session, rotated)
-
-    run_all(cluster, work)

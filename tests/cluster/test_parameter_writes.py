@@ -76,9 +76,7 @@ def resume(session: Session, *, is_early: bool, **arguments: Any) -> dict[str, T
     "arguments",
     [
         {},
-        pytest.param({"pull_type": "int8"}, marks=pytest.mark.extended),
         {"overlap": True, "overlap_pulls": True},
-        pytest.param({"local_steps": 2, "outer_momentum": 0.5, "outer_lr": 0.7}, marks=pytest.mark.extended),
         {"bucket_bytes": 100},  # in a ring
     ],
     ids=lambda it: " ".join(it) or "plain",
@@ -89,10 +87,7 @@ def test_what_is_loaded_after_the_wrap_is_where_the_run_begins(
     cluster = ring if "bucket_bytes" in arguments else pair
     late, early = (run_all(cluster, partial(resume, is_early=is_early, **arguments)) for is_early in (False, True))
     for mine, theirs in zip(late, early, strict=True):
-        if "pull_type" not in arguments:
-            assert_identical(mine, theirs)
-        for name in mine:  # the first round's values come whole, and not as a rounded difference
-            torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-3)
+        assert_identical(mine, theirs)
 
 
 def test_the_lowest_rank_alone_may_load(pair: LocalCluster, ring: LocalCluster) -> None:
@@ -174,19 +169,3 @@ def test_elements_that_are_not_written_keep_their_masters(
     [found] = run_all(alone, train)
     expected = torch.linspace(1, 2, 8, dtype=dtype).float() - 8e-3
     assert found.tolist() == [9.0, *expected.bfloat16().float()[1:].tolist()]
-
-
-def test_parameters_stay_those_of_the_wrap(session: Session) -> None:
-    model = make_model(seed=1)
-    optimizer = RemoteOptimizer(momentum(model), session=session)
-    parameters = optimizer.param_groups[0]["params"]
-    first = parameters[0]
-    parameters[0] = nn.Parameter(first.detach().clone())
-    with pytest.raises(BadModel, match="start a new run"):
-        optimizer.step()
-    parameters[0] = first
-    parameters.append(nn.Parameter(torch.zeros(3)))
-    with pytest.raises(BadModel, match="start a new run"):
-        optimizer.step()
-    parameters.pop()
-    optimizer.step()

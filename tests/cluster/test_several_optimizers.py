@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import httpx
 import pytest
@@ -13,12 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import gradpost
-from ps_protocol.errors import BadInput, BadModel
 from trainer_client import Session
-from trainer_client.optimizer.named_optimizers import NamedOptimizer
 from trainer_client.testing import LocalCluster
 
-from .conftest import StartCluster
 from .training import assert_identical, run_all, seeded, step_with
 
 pytestmark = pytest.mark.cluster
@@ -75,30 +70,8 @@ class Gan:
                 assert_identical(actual[index], {key: slot for key, slot in slots.items() if slot is not None})
 
 
-KINDS = {
-    "sync": {},
-    "two trainers": {"trainers": 2},
-    "ring": {"strategy": "ring", "trainers": 2},
-    "local": None,
-}
-
-
-@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.ring] * (kind == "ring")) for kind in KINDS])
-def run_gan(request: pytest.FixtureRequest, shared_cluster: StartCluster) -> Callable[..., list[Any]]:
-    """Run work on every trainer of a run, all with the same gradients."""
-    settings = KINDS[request.param]
-    if settings is None:
-
-        def run_here(work: Callable[[Session], Any], **arguments: Any) -> list[Any]:
-            with Session(strategy="local", **arguments) as session:
-                return [work(session)]
-
-        return run_here
-    cluster = shared_cluster(**{"trainers": 1, "on_trainer_loss": "fail", **settings})
-    return lambda work, **arguments: run_all(cluster, work, **arguments)
-
-
-def test_a_gan_has_the_bits_of_one_process(run_gan: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize("strategy", ["ps", pytest.param("ring", marks=pytest.mark.ring)])
+def test_a_gan_has_the_bits_of_one_process(pair: LocalCluster, ring: LocalCluster, strategy: str) -> None:
     expected = Gan()
     expected.train()
 
@@ -108,26 +81,7 @@ def test_a_gan_has_the_bits_of_one_process(run_gan: Callable[..., list[Any]]) ->
         gan.train()
         gan.assert_like(expected)
 
-    run_gan(work)
-
-
-def test_a_checkpoint_of_one_process_continues_in_a_run(alone: LocalCluster) -> None:
-    saved = Gan()
-    saved.train()
-    model = {name: tensor.clone() for name, tensor in saved.model.state_dict().items()}
-    states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in saved.optimizers.items()}
-    saved.train(4, 2)
-
-    def work(session: Session) -> None:
-        gan = Gan()
-        gan.model.load_state_dict(model)
-        gan.optimizers["D"].load_state_dict(states["D"])  # either before or after it is wrapped
-        gan.wrap(session)
-        gan.optimizers["G"].load_state_dict(states["G"])
-        gan.train(4, 2)
-        gan.assert_like(saved)
-
-    run_all(alone, work)
+    run_all(ring if strategy == "ring" else pair, work)  # all trainers have the same gradients
 
 
 def test_rates_and_parameters_have_the_names_of_the_optimizers(alone: LocalCluster) -> None:
@@ -151,37 +105,3 @@ def test_rates_and_parameters_have_the_names_of_the_optimizers(alone: LocalClust
             assert httpx.put(url, json={"rate": 0.5, **bad}, trust_env=False).status_code == 422
 
     run_all(alone, work)
-
-
-def test_what_several_optimizers_cannot_do_is_refused(session: Session) -> None:
-    weight, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    with pytest.raises(BadModel, match=r"wrap_optimizers\(D=optimizer_d"):
-        gradpost.wrap_optimizers(session=session)
-    with pytest.raises(BadModel, match="'one' and 'two' have the same parameter"):
-        gradpost.wrap_optimizers(session=session, one=SGD([weight], lr=1.0), two=SGD([weight], lr=1.0))
-    matrix = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(BadInput, match="Muon cannot run on a pserver"):
-        gradpost.wrap_optimizers(session=session, one=torch.optim.Muon([matrix]), two=SGD([weight], lr=1.0))
-    wrapped = SGD([weight], lr=1.0)
-    one, two = gradpost.wrap_optimizers(session=session, one=wrapped, two=SGD([other], lr=1.0))
-    assert isinstance(one, NamedOptimizer)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale((weight * 2).sum()).backward()
-    with pytest.raises(BadModel, match="Use bfloat16"):
-        scaler.step(one)
-    with pytest.raises(BadModel, match="is wrapped"):
-        wrapped.step()
-    with pytest.raises(BadModel, match="cannot be added"):
-        two.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    weight.grad = None
-    step_with(two, other)
-    assert (weight[0].item(), other[0].item()) == (0.0, -1.0)
-
-
-@pytest.mark.parametrize("arguments", [{"overlap": True}, {"local_steps": 2}], ids=str)
-def test_steps_that_concern_all_parameters_are_refused(alone: LocalCluster, arguments: dict[str, Any]) -> None:
-    def work(session: Session) -> None:
-        with pytest.raises(BadModel, match="several optimizers need mode sync"):
-            Gan().wrap(session)
-
-    run_all(alone, work, **arguments)
