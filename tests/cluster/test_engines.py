@@ -179,12 +179,17 @@ def a_refused_step_can_be_taken_again(process: Process) -> None:
     process.assert_values(-5 * process.mean)
 
 
-def a_round_with_overflow_is_skipped(process: Process) -> None:
+def a_round_with_overflow_or_nan_is_skipped(process: Process) -> None:
     process.step()
     process.take({} if process.is_last else process.gradients(2.0), is_finite=not process.is_last)
     process.assert_values(-process.mean)
     assert process.engine.progress == StepProgress(begun=2, version=2)
     assert list(process.session.client.results.skipped) == [2]
+    gradients = process.gradients(2.0)
+    if process.is_last:
+        gradients["weight"][3] = math.nan
+    process.take(gradients)
+    process.assert_values(-process.mean)
     process.step(3.0)
     process.assert_values(-4 * process.mean)
 
@@ -286,7 +291,7 @@ CHECKS: dict[Check, Collection[str]] = {
     parameters_change_within_step_and_synchronize_only: KINDS,
     added_gradients_can_be_discarded: KINDS,
     a_refused_step_can_be_taken_again: KINDS,
-    a_round_with_overflow_is_skipped: KINDS,
+    a_round_with_overflow_or_nan_is_skipped: KINDS,
     training_continues_from_the_values_of_the_lowest_rank: KINDS,
     parameters_can_move_to_other_memory: KINDS,
     the_state_of_the_optimizer_is_saved_and_loaded: KINDS,
@@ -295,7 +300,7 @@ CHECKS: dict[Check, Collection[str]] = {
     a_trainer_may_have_fewer_steps: {*PSERVER, "ring"},  # the processes of a host have the same number
     close_finishes_the_steps_that_have_begun: KINDS,
 }
-ARGUMENTS: dict[Check, dict[str, Any]] = {a_round_with_overflow_is_skipped: {"nonfinite": "skip_round"}}
+ARGUMENTS: dict[Check, dict[str, Any]] = {a_round_with_overflow_or_nan_is_skipped: {"nonfinite": "skip_round"}}
 
 
 def cases() -> list[Any]:

@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import assert_identical, run_all, seeded
+from .training import assert_identical, run_all, seeded, values, wrap_weight
 
 pytestmark = pytest.mark.cluster
 
@@ -180,38 +179,6 @@ def test_step_hooks_run_once(ps_or_ring: LocalCluster) -> None:
     check_like_torch(ps_or_ring, train)
 
 
-def test_the_wrapped_optimizer_is_not_changed_behind_the_run(session: Session) -> None:
-    weight = nn.Parameter(torch.zeros(8))
-    inner = torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9)
-    optimizer = RemoteOptimizer(inner, session=session)
-    take_steps(optimizer, weight)
-    with pytest.raises(BadModel, match=r"call load_state_dict\(\) of the RemoteOptimizer"):
-        inner.load_state_dict(optimizer.state_dict())
-    with pytest.raises(BadModel, match="a parameter group cannot be added"):
-        inner.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
-    for changed in (inner, optimizer):
-        with pytest.raises(BadModel, match="Before the first step, change what"):
-            changed.state.clear()
-        changed.state[weight] = {"momentum_buffer": torch.zeros(8)}
-        with pytest.raises(BadModel, match="Before the first step, change what"):
-            take_steps(optimizer, weight)
-        del changed.state[weight]
-    take_steps(optimizer, weight)
-
-
-def test_state_is_loaded_before_the_first_step_only(session: Session) -> None:
-    weight = nn.Parameter(torch.zeros(8))
-    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9), session=session)
-    optimizer.load_state_dict(optimizer.state_dict())
-    take_steps(optimizer, weight)
-    state_dict = optimizer.state_dict()
-    state_dict["param_groups"][0]["lr"] = 0.5
-    with pytest.raises(BadModel, match="before the first step only"):
-        optimizer.load_state_dict(state_dict)
-    assert [group["lr"] for group in optimizer.param_groups] == [1.0]
-    take_steps(optimizer, weight)
-
-
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
 def test_distributed_checkpoints_take_no_step(ps_or_ring: LocalCluster, cls: Callable[..., Optimizer]) -> None:
     def train(session: Session) -> dict[str, Any]:
@@ -277,3 +244,40 @@ def test_a_trainer_that_steps_itself_begins_again_without_state(
         return [*weight.tolist(), len(optimizer.state_dict()["state"])]
 
     check_like_torch(shared_cluster(trainers=1, strategy="ring"), train)
+
+
+@pytest.mark.amp
+def test_a_trainer_of_an_asynchronous_run_skips_alone(own_cluster: StartCluster) -> None:
+    def work(session: Session) -> list[float]:
+        weight, optimizer = wrap_weight(session, 4)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 32.0
+        return weight.tolist()
+
+    assert run_all(own_cluster(trainers=1, mode="async"), work) == [[-2.0] * 4]
+
+
+@pytest.mark.clip
+def test_a_trainer_of_an_asynchronous_run_clips_its_own_gradient(own_cluster: StartCluster) -> None:
+    def train(session: Session | None) -> tuple[dict[str, Tensor], list[float]]:
+        model, norms = make_model(), []
+        optimizer: Any = torch.optim.AdamW(model.named_parameters(), lr=RATE, fused=True)
+        if session is not None:
+            optimizer = RemoteOptimizer(optimizer, session=session, max_grad_norm=0.3)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            norm = None if session else nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            norms.append(optimizer.grad_norm if norm is None else norm.item())
+        return values(model), norms
+
+    [(found, norms)] = run_all(own_cluster(trainers=1, mode="async"), train)
+    expected, expected_norms = train(None)
+    assert_identical(found, expected)
+    assert norms == expected_norms
