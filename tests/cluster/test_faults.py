@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -112,23 +111,8 @@ def test_rounds_that_a_log_has_lost_are_taken_again(tmp_path: Path, damage: Call
         run.wait_for_line("must be repeated", 2)
 
 
-RULES = [{}, {"mode": "ssp", "max_staleness": 2}, {"max_delay": 2}]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_an_asynchronous_run_loses_nothing_while_its_pservers_stop_in_order(rules: dict[str, Any]) -> None:
-    with FaultyRun(150, local_transport=False, **{**COUNTING, **rules}) as run:
-        for index in (0, 1):
-            run.wait_for_round(20 + 50 * index)
-            run.restart_trainer(1)
-            run.restart_gracefully(index)
-        run.check_results()
-
-
-@pytest.mark.parametrize("rules", [pytest.param(each, marks=pytest.mark.extended) for each in RULES[1:]] + [RULES[0]])
-def test_an_asynchronous_pserver_that_dies_returns_with_its_newest_checkpoint(rules: dict[str, Any]) -> None:
-    with FaultyRun(150, checkpoint_rounds=25, **{**COUNTING, **rules}) as run:
+def test_an_asynchronous_pserver_that_dies_returns_with_its_newest_checkpoint() -> None:
+    with FaultyRun(150, checkpoint_rounds=25, **COUNTING) as run:
         run.wait_for_round(45)
         run.restart_pserver(1)
         restored = json.loads(run.wait_for_line("restored from disk").partition("] ")[2])
@@ -137,25 +121,4 @@ def test_an_asynchronous_pserver_that_dies_returns_with_its_newest_checkpoint(ru
             seen, steps = result.split()
             assert int(steps) >= run.rounds
             counts = [int(count) for counts in seen.split(",") for count in counts.split("/")]
-            assert 0 < max(counts) <= run.rounds + 2 * rules.get("max_delay", 0)
-
-
-@pytest.mark.extended
-def test_a_round_is_skipped_by_all_pservers_alike() -> None:
-    with FaultyRun(40, local_transport=False, nonfinite="skip_round", trouble="1:20:nan", min_block_size=64) as run:
-        run.wait_for_round(21)
-        run.restart_pserver(1)
-        run.check_results(skipped={20})
-        said = run.wait_for_line("round 20 was skipped on all pservers")
-        assert "NaN or infinity in gradients of trainer 1" in said
-        assert len([line for line in run.lines if "round skipped" in line]) == 2
-
-
-@pytest.mark.extended
-def test_under_reject_the_trainer_fails_and_may_come_back() -> None:
-    with FaultyRun(30, local_transport=False, trouble="1:10:nan") as run:
-        run.wait_for_line("NonFiniteGradient: NaN or infinity in the gradient of '0.weight' in round 10")
-        assert run.cluster.trainers[1].wait(30) == 1
-        run.trouble = ""
-        run.start_trainer(1)
-        run.check_results()
+            assert 0 < max(counts) <= run.rounds

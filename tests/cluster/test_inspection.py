@@ -81,33 +81,3 @@ def test_statistics_are_those_of_torch(run: FaultyRun, http: httpx.Client, oracl
             math.copysign(2.0 ** math.floor(math.log2(abs(x))), x) if x else 0.0 for x in now.flatten().tolist()
         )
         assert {end if end < 0 else begin: count for begin, end, count in found["histogram"]} == inner
-
-
-@pytest.mark.extended
-def test_an_asynchronous_model_is_a_cut_of_each_pserver() -> None:
-    """All blocks of a pserver have exactly the steps that the metadata name."""
-    settings = {"mode": "async", "min_block_size": 16, "local_transport": False}
-    with FaultyRun(300, pservers=2, kind="counting", **settings) as run, httpx.Client(timeout=60) as http:
-        run.wait_for_round(10)
-        listed = http.get(f"{run.cluster.address}/v1/parameters").json()["parameters"]
-        seen = set()
-        for i in range(10):
-            if i % 2 == 0:
-                run.wait_for_round(run.round_of(0) + 1)
-            body = http.get(f"{run.cluster.address}/v1/model").content
-            model, metadata = load(body), metadata_of(body)
-            for pserver in range(2):
-                steps = {rank: step for rank, (_, step) in json.loads(metadata[f"pserver{pserver}.history"])[2]}
-                seen.add(steps[0])
-                for parameter in listed:
-                    width = parameter["shape"][1]
-                    values = model[parameter["name"]].flatten()
-                    for block in parameter["blocks"]:
-                        if block["pserver"] == pserver:
-                            at = range(block["begin"], block["end"])
-                            assert [values[i].item() for i in at] == [steps[i // width] for i in at]
-        assert len(seen) > 3
-        # In one block: of another, every second update would be by the trainer whose row lies elsewhere.
-        found = http.get(f"{run.cluster.address}/v1/statistics/p2").json()
-        assert 0 < found["update_ratio"] < 1
-        run.results()

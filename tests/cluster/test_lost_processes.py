@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from signal import SIGCONT, SIGINT, SIGKILL, SIGSTOP, Signals
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ OF_STRATEGY: dict[str, dict[str, Any]] = {
     "ps": {"on_trainer_loss": "fail", "durability": "none"},
     "ring": {"strategy": "ring", "pservers": 0},
 }
-in_a_ring = pytest.param("ring", marks=pytest.mark.ring)
 
 
 def endless(strategy: str, trouble: str = "", **settings: Any) -> FaultyRun:
@@ -110,23 +109,3 @@ def test_a_pserver_that_is_killed_or_stopped(number: Signals) -> None:
         ends = [line for line in run.lines if "] ended " in line]
         assert all("Ended: " in line or "Unreachable: " in line for line in ends), ends
         assert all("pserver 1" in line for line in ends), ends
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("strategy", ["ps", in_a_ring])
-def test_a_script_that_raises_is_named_with_its_reason(strategy: str) -> None:
-    with endless(strategy, "1:3:raise") as run:
-        for rank in (0, 2):
-            run.wait_for_line(f"[trainer {rank}] gradpost: trainer 1 failed: ValueError: no data")
-        assert run.cluster.summary().line().startswith("failed: mode=sync")
-
-
-@pytest.mark.ring
-@pytest.mark.extended
-def test_an_interrupt_of_a_trainer_that_is_done_is_reported_at_once() -> None:
-    """It is not the lease that ends."""
-    with endless("ring", "0:4:stop", lease_seconds=20) as run:
-        run.wait_for_line("this trainer has no batches left")
-        run.wait_for_round(30, rank=1)
-        run.cluster.trainers[0].signal(SIGINT)
-        check_ends(run, (1, 2), "TrainerLost: trainer 0 failed: KeyboardInterrupt", 10)

@@ -11,19 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from ps_protocol.errors import TrainerLost
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
 from .training import (
-    SGD,
     assert_identical,
     run_all,
     start_everywhere,
     step_with,
-    train_remotely,
     wrap_weight,
 )
 
@@ -34,18 +31,6 @@ SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s"
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(min_block_size=4, on_trainer_loss="fail")
-
-
-def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        weight, optimizer = wrap_weight(session, 4)
-        if session.rank == 0:
-            session.client.coordinator.counted_round = 1  # a pserver may have its whole contribution
-            return
-        with pytest.raises(TrainerLost, match="trainer 0 failed: it left in the middle of round 1"):
-            step_with(optimizer, weight)
-
-    run_all(cluster, work)
 
 
 def test_all_trainers_start_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:
@@ -63,15 +48,6 @@ def test_parameters_without_names_are_called_by_position(
 
     assert run_all(cluster, train)[0] == ["group0.parameter0", "group0.parameter1"]
     assert capsys.readouterr().err.count("2 parameters have no names") == 2  # once a trainer
-
-
-@pytest.mark.extended
-def test_a_run_may_end_before_it_has_initial_values(alone: LocalCluster) -> None:
-    def declare_only(session: Session) -> None:
-        session.client.declare(SPECS, SGD)
-
-    run_all(alone, declare_only)
-    run_all(alone, lambda session: train_remotely("SGD", session), retry_seconds=20)
 
 
 def random_states() -> list[Any]:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
-from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script, wait_until
+from .up_support import IDLE, SECONDS, RunningUp, train_script, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -228,14 +227,6 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: 
 
 
 @pytest.mark.extended
-def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
-    with RunningUp("--pservers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path, cold=True) as up:
-        up.wait_for("[trainer 0] ready", "[trainer 1] ready")
-        up.signal(signal.SIGKILL)
-        assert up.has_left_nothing(seconds=10), up.left()
-
-
-@pytest.mark.extended
 def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
     chatty = "import time\nwhile True: print('line'); time.sleep(0.05)"
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", chatty, folder=tmp_path, cold=True) as up:
@@ -244,45 +235,6 @@ def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
         up.process.stdout.close()
         assert up.process.wait(SECONDS) == 128 + signal.SIGPIPE
         assert up.has_left_nothing(), up.left()
-
-
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, _, stderr = run_up("--port", port, "--", "python", "-c", "", folder=tmp_path)
-    assert code == 1
-    reason = f"cannot listen on 127.0.0.1:{port}: another process listens there"
-    assert stderr.splitlines()[-1].startswith(f"gradpost: {reason}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "code", "message"),
-    [
-        ("-- frobnicate", {}, 127, "there is no command 'frobnicate'"),
-        ("-- ./train.py", {}, 126, "./train.py is not executable; did you mean: python ./train.py"),
-        ("-- python", {"GRADPOST_THREADS": "many"}, 2, "GRADPOST_THREADS: input should be a valid integer"),
-        ("-- python", {"GRADPOST_PSERVER": "1"}, 2, "unknown environment variable GRADPOST_PSERVER"),
-        ("--strategy ring --pservers 2 -- true", {}, 2, "num_pservers would have no effect with strategy ring"),
-        (
-            "--strategy ring --max-restarts 1 -- true",
-            {},
-            2,
-            "--max-restarts needs pservers: a ring cannot continue without a trainer",
-        ),
-        ("--resume -- python", {}, 2, "there is no run to resume in .gradpost. Give another folder with --state-dir"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand,  # noqa: F811
-    arguments: str, environ: dict[str, str], code: int, message: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    outcome = run_command("up", *arguments.split())
-    assert (outcome.exit_code, outcome.stdout) == (code, "")
-    assert outcome.stderr.startswith(f"gradpost: error: {message}"), outcome.stderr
 
 
 RESTARTED = """

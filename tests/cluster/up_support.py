@@ -26,7 +26,6 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("ready", flush=True)
 time.sleep(600)
 """
-STUBBORN = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)]\n" + IDLE
 
 # A few rounds of real training; what it does in one of them is up to the test.
 TRAIN = """

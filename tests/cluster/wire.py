@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from ps_protocol.fence import Fence
 from ps_protocol.frames import DTYPE_BYTES, encode_header
@@ -25,7 +24,6 @@ from ps_protocol.routes import (
     INITIAL,
     JOIN_TRAINER,
     LEAVE,
-    METRICS,
     PLAN,
     SEND,
     STATE,
@@ -232,17 +230,3 @@ class World:
     def own_blocks(self) -> Any:
         """Return the blocks of pserver 0."""
         return self.trainer.plan.shards[0]
-
-    async def metric(self, address: str, name: str) -> float:
-        text = (await self.http.get(address + METRICS)).text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name:
-                    return sample.value
-        raise KeyError(name)
-
-    async def wait_for_used_bytes(self, expected: float) -> None:
-        """Wait until the receive buffers of pserver 0 that are in use have so many bytes."""
-        async with asyncio.timeout(10):
-            while await self.metric(self.addresses[0], "gradpost_staged_bytes") != expected:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)

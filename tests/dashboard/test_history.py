@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ from playwright.sync_api import Browser
 
 from services.coordinator.history import RunHistory
 
-from ..cluster.test_history import serving_history
+from ..cluster.up_support import ROOT, SECONDS, clean_environment
 from ..unit.coordinator.support import make_history_record
 from .browsing import Visit
 
@@ -39,6 +44,28 @@ def traces(visit: Visit) -> list[dict[str, Any]]:
 
 def check_box(visit: Visit, run: str) -> None:
     visit.page.get_by_label(f"Compare run {run}").click()
+
+
+@contextmanager
+def serving_history(folder: Path, **settings: str) -> Iterator[str]:
+    """Run `gradpost dashboard` in this folder; yields its address, ends it by SIGINT, and checks its exit code."""
+    variables = {f"GRADPOST_{name}": value for name, value in settings.items()}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "gradpost", "dashboard", "--port", "0"],
+        cwd=folder, env={**clean_environment(), "PYTHONPATH": str(ROOT), **variables}, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("dashboard: http://127.0.0.1:")
+        yield line.split()[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0
+        assert process.stdout.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_runs_are_compared_without_a_cluster(browser: Browser, tmp_path: Path) -> None:
