@@ -8,6 +8,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -36,6 +37,14 @@ _FAKETIME = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/*/lib/faketime/libf
 def find_libfaketime() -> Path | None:
     """Return the library that makes clocks jump (Debian's package libfaketime), if it is installed."""
     return next((path for pattern in _FAKETIME for path in Path("/").glob(pattern[1:])), None)
+
+
+@contextlib.contextmanager
+def stopped(child: Child) -> Iterator[None]:
+    """Stop a process within the block."""
+    child.signal(signal.SIGSTOP)
+    yield
+    child.signal(signal.SIGCONT)
 
 
 class ChaosCluster(LocalCluster):

@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM, SIGUSR1
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import psutil
 import safetensors.torch
 
 from ps_protocol.errors import GradpostError
@@ -25,8 +26,10 @@ from .diary import Reader
 from .faults import FAULTS, Fault
 from .model import EXPELLED, History, find_violations
 from .proxy import Proxy
-from .setup import PARAMETERS, Setup, write_whole
+from .setup import LEASE_SECONDS, PARAMETERS, ROUND_TIMEOUT_SECONDS, Setup, write_whole
 from .watch import Watch
+
+T = TypeVar("T")
 
 TICK_SECONDS = 0.05
 START_SECONDS = 90.0
@@ -38,6 +41,7 @@ LAST_FAULT_SECONDS = 3 * END_SECONDS  # for the one that comes after all others
 FIRST_STEPS = 5
 LAST_STEPS = 10  # after the newest one that was begun when the end is fixed
 PAUSE_SECONDS = (0.7, 2.5)  # between two faults
+POLL_SECONDS = 0.2
 
 
 @dataclass
@@ -111,7 +115,8 @@ class Episode:
 
     def _live(self) -> None:
         """Inject faults until the end, or until the first violation, which later ones would only hide."""
-        if not self._wait_until(self._have_all_stepped, START_SECONDS):
+        ranks = range(self.setup.num_trainers)
+        if not self._wait_until(lambda: all(self.newest("end", r) >= FIRST_STEPS for r in ranks), START_SECONDS):
             self.complain(f"nothing had begun within {START_SECONDS:g} s: {self._where()}")
             return
         deck = self._deal()
@@ -120,15 +125,15 @@ class Episode:
             self._inject(next(deck))
             self._wait_until(lambda: False, self.chance.uniform(*PAUSE_SECONDS))
         healed = self._wait_until(self._are_healed, END_SECONDS)
-        begun = {r: self.newest("begin", r) for r in range(self.setup.num_trainers)}
+        begun = {rank: self.newest("begin", rank) for rank in ranks}
         if not healed or not self._wait_until(lambda: self._have_moved_on(begun), END_SECONDS):
             self.complain(f"a trainer has waited for {END_SECONDS:g} s: {self._where()}")
             return
         for fault in self._last:
             self._inject(fault)
             self._wait_until(self._are_healed, LAST_FAULT_SECONDS)
-        self._set_stop(range(self.setup.num_trainers))
-        if not self._wait_until(lambda: len(self._done) == self.setup.num_trainers, END_SECONDS):
+        self._set_stop(ranks)
+        if not self._wait_until(lambda: self._done.issuperset(ranks), END_SECONDS):
             self.complain(f"a trainer has not ended after {END_SECONDS:g} s: {self._where()}")
             return
         self._read_final()
@@ -203,19 +208,6 @@ class Episode:
         """Return the last round of which a trainer has recorded this; 0 if there is none."""
         return max((r["round"] for r in self.reader.records if r["what"] == what and r["rank"] == rank), default=0)
 
-    def has_witness(self) -> bool:
-        """Return whether a living trainer has received the newest round that any has, and would report its loss."""
-        ends = [record for record in self.reader.records if record["what"] == "end"]
-        newest = max(((record["attempt"], record["round"]) for record in ends), default=(0, 0))
-        lives = {(r["rank"], r["life"]) for r in ends if (r["attempt"], r["round"]) == newest}
-        return any(
-            (rank, life) in lives and self.child(f"trainer {rank}").is_running
-            for rank, life in enumerate(self.cluster.lives)
-        )
-
-    def _have_all_stepped(self) -> bool:
-        return all(self.newest("end", rank) >= FIRST_STEPS for rank in range(self.setup.num_trainers))
-
     def _have_moved_on(self, begun: dict[int, int]) -> bool:
         ended = {
             (r["rank"], r["life"]) for r in self.reader.records if r["what"] == "end" and r["round"] > begun[r["rank"]]
@@ -242,22 +234,17 @@ class Episode:
         self.reader.records.append({"what": "final", "at": time.monotonic(), **facts})
 
     def _read_parameter(self, name: str) -> bytes | None:
-        """Return the safetensors file of a parameter, requested again while the service is unavailable."""
-        until = time.monotonic() + END_SECONDS
-        while True:
-            try:
-                with self.cluster.connect(seconds=END_SECONDS) as http:
-                    response = http.get(f"/v1/parameters/{name}")
-            except httpx.HTTPError as error:
-                self.complain(f"the parameter {name!r} could not be read at the end: {error!r}")
-                return None
-            if response.is_success:
-                return response.content
-            self.note(f"{name!r} could not be read: {response.text}")
-            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > until:
-                self.complain(f"the parameter {name!r} could not be read at the end: {response.text}")
-                return None
-            time.sleep(TICK_SECONDS)
+        """Return the safetensors file of a parameter, requested again while it is unavailable."""
+
+        def read() -> bytes | None:
+            with self.cluster.connect(seconds=END_SECONDS) as http:
+                response = http.get(f"/v1/parameters/{name}")
+            return response.content if response.is_success else None
+
+        content = self.poll(read, END_SECONDS)
+        if content is None:
+            self.complain(f"the parameter {name!r} could not be read at the end: {self._where()}")
+        return content
 
     # ------------------------------------------------------------------ injecting
 
@@ -331,17 +318,30 @@ class Episode:
         """Wait for a random time, or until the history is over."""
         self._over.wait(self.chance.uniform(least, most))
 
+    def sleep_briefly_or_long(self) -> None:
+        """Wait for less than a lease, or for longer than a lease or the round time-out."""
+        self.sleep(*self.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
+
+    def poll(self, find: Callable[[], T], seconds: float, pause_seconds: float = POLL_SECONDS) -> T | None:
+        """Call `find` until it returns a result, and return that; None after this time or a violation.
+
+        Errors of requests, and of processes that have ended, are no result.
+        """
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.violations:
+            with suppress(GradpostError, httpx.TransportError, psutil.Error):
+                if found := find():
+                    return found
+            time.sleep(pause_seconds)
+        return None
+
     def let_end(self, ranks: Sequence[int]) -> bool:
         """Let these trainers end, and wait for it; False if they do not in time."""
         self._set_stop(ranks)
-        until = time.monotonic() + END_SECONDS
-        while not self._done.issuperset(ranks):
-            if time.monotonic() > until:
-                self.complain(f"trainers {[*ranks]} have not ended after {END_SECONDS:g} s: {self._where()}")
-            if self.violations:
-                return False
-            time.sleep(TICK_SECONDS)
-        return True
+        if self.poll(lambda: self._done.issuperset(ranks), END_SECONDS):
+            return True
+        self.complain(f"trainers {[*ranks]} have not ended after {END_SECONDS:g} s: {self._where()}")
+        return False
 
     def expect_rollback(self) -> None:
         """Allow a rollback of the run from now on."""

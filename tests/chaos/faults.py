@@ -18,9 +18,9 @@ import httpx
 
 from ps_protocol import routes
 
-from .chaos_cluster import find_libfaketime
+from .chaos_cluster import find_libfaketime, stopped
 from .proxy import ALL_CLIENTS, Direction
-from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup, write_whole
+from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup, ordered, write_whole
 
 if TYPE_CHECKING:
     from .episode import Episode
@@ -39,7 +39,6 @@ QUIET_SECONDS = 10.0  # for an answer while nothing else is disturbed
 CHANGE_SECONDS = 45.0  # otherwise: the coordinator's own 30 s, a pause of it, and a busy machine
 CHECKPOINT_SECONDS = 120.0  # for a checkpoint while the coordinator is restarted, or places are disturbed
 PATIENCE_SECONDS = 120.0  # for a request that is sent again
-PAUSE_SECONDS = 0.2
 ALLOWED = (200, 404, 409, 503)
 DISK_ERRORS = ("enospc", "eio", "erofs")
 
@@ -152,11 +151,9 @@ def _restart(episode: Episode, victim: str) -> None:
 
 
 def _pause(episode: Episode, victim: str) -> None:
-    child = episode.child(victim)
     episode.lose(victim)
-    child.signal(signal.SIGSTOP)
-    episode.sleep(0.2, LEASE_SECONDS + 2)
-    child.signal(signal.SIGCONT)
+    with stopped(episode.child(victim)):
+        episode.sleep(0.2, LEASE_SECONDS + 2)
     episode.lose(victim)
 
 
@@ -187,21 +184,6 @@ def _reset(episode: Episode, victim: str) -> None:
         episode.sleep(0, 0.2)
 
 
-@fault("pserver cut off, both ways", "link")
-def _cut_off(episode: Episode, victim: str) -> None:
-    _block(episode, victim, ALL_CLIENTS, "up", "down")
-
-
-@fault("pserver cut off, one way", "link")
-def _cut_off_one_way(episode: Episode, victim: str) -> None:
-    _block(episode, victim, ALL_CLIENTS, "up" if episode.chance.random() < 0.5 else "down")
-
-
-@fault("trainer cut off from one pserver", "link")
-def _cut_off_trainer(episode: Episode, victim: str) -> None:
-    _block(episode, victim, f"trainer {episode.chance.randrange(episode.setup.num_trainers)}", "up", "down")
-
-
 @fault("slow link", "link")
 def _slow_down(episode: Episode, victim: str) -> None:
     proxy = episode.proxy(victim)
@@ -216,7 +198,7 @@ def _answer_pages(episode: Episode, victim: str) -> None:
     episode.lose("trainer")  # a trainer that cannot reach a service may be evicted
     proxy.page = episode.chance.choice((404, 502))
     proxy.reset()  # open connections get the page, too
-    episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
+    episode.sleep_briefly_or_long()
     proxy.page = None
     proxy.reset()
 
@@ -226,32 +208,34 @@ def _cut_replies_off(episode: Episode, victim: str) -> None:
     episode.proxy(victim).num_cut_replies += episode.chance.randint(1, 5)
 
 
-def _block(episode: Episode, victim: str, client: str, *directions: Direction) -> None:
-    proxy, blocked = episode.proxy(victim), {(direction, client) for direction in directions}
+def _cut_off(
+    episode: Episode, victim: str, *, ways: Sequence[tuple[Direction, ...]], from_trainer: bool = False
+) -> None:
+    """Cut a pserver off in one of these ways, from all clients or from a trainer."""
+    proxy = episode.proxy(victim)
+    client = f"trainer {episode.chance.randrange(episode.setup.num_trainers)}" if from_trainer else ALL_CLIENTS
     episode.lose("trainer")  # a trainer that cannot reach a pserver may be evicted
-    proxy.blocked = proxy.blocked | blocked
-    episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
-    proxy.blocked = proxy.blocked - blocked
+    with proxy.cut_off(client, directions=episode.chance.choice(ways)):
+        episode.sleep_briefly_or_long()
     if episode.chance.random() < 0.5:
         proxy.reset()  # else delayed bytes arrive now
+
+
+_BOTH: list[tuple[Direction, ...]] = [("up", "down")]
+fault("pserver cut off, both ways", "link")(partial(_cut_off, ways=_BOTH))
+fault("pserver cut off, one way", "link")(partial(_cut_off, ways=[("up",), ("down",)]))
+fault("trainer cut off from one pserver", "link")(partial(_cut_off, ways=_BOTH, from_trainer=True))
 
 
 # ------------------------------------------------------------------ requests and gradients
 
 
-@fault("duplicate requests", "trainer")
-def _send_twice(episode: Episode, victim: str) -> None:
-    episode.order(victim, do="twice", times=5)
+def _order(episode: Episode, victim: str, *, trick: str) -> None:
+    episode.order(victim, do=trick, times=5)
 
 
-@fault("late requests", "trainer")
-def _send_late(episode: Episode, victim: str) -> None:
-    episode.order(victim, do="late", times=5)
-
-
-@fault("bodies broken off", "trainer")
-def _truncate(episode: Episode, victim: str) -> None:
-    episode.order(victim, do="truncated", times=5)
+for _kind, _trick in (("duplicate requests", "twice"), ("late requests", "late"), ("bodies broken off", "truncated")):
+    fault(_kind, "trainer")(partial(_order, trick=_trick))
 
 
 # With a delay the refusal of one step also refuses the next, so it is skipped only.
@@ -268,10 +252,9 @@ def _disturb_place(episode: Episode, victim: str, actions: Sequence[str]) -> Non
     file, action = episode.cluster.place_file(victim), episode.chance.choice(actions)
     episode.note(action)
     began = time.monotonic()
-    write_whole(file, action)
-    episode.sleep(0.5, ROUND_TIMEOUT_SECONDS + 4)
-    check_steps(episode, began, f"the place of {victim} did this: {action}", "place")
-    write_whole(file, "")
+    with ordered([file], action):
+        episode.sleep(0.5, ROUND_TIMEOUT_SECONDS + 4)
+        check_steps(episode, began, f"the place of {victim} did this: {action}", "place")
 
 
 def check_steps(episode: Episode, began: float, what: str, *roles: str) -> bool:
@@ -287,6 +270,15 @@ for _how, _actions in (("slow", ("slow 0.2", "slow 1")), ("failing", DISK_ERRORS
     fault(f"place of one pserver {_how}", "place")(partial(_disturb_place, actions=_actions))
 
 
+def _has_witness(episode: Episode) -> bool:
+    """Return whether a living trainer has received the newest round that any has, and would report its loss."""
+    ends = [record for record in episode.reader.records if record["what"] == "end"]
+    newest = max(((record["attempt"], record["round"]) for record in ends), default=(0, 0))
+    lives = {(r["rank"], r["life"]) for r in ends if (r["attempt"], r["round"]) == newest}
+    trainers = enumerate(zip(episode.cluster.trainers, episode.cluster.lives, strict=True))
+    return any((rank, life) in lives and child.is_running for rank, (child, life) in trainers)
+
+
 @fault("log damaged", "pserver")
 def _damage_log(episode: Episode, victim: str) -> bool:
     if not episode.may_damage:
@@ -299,7 +291,7 @@ def _damage_log(episode: Episode, victim: str) -> bool:
     last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; later bytes do not count
     if last < 0:
         return False  # a checkpoint was made this moment
-    if not episode.has_witness():
+    if not _has_witness(episode):
         return False  # a damaged last record is like one that was never acknowledged
     if episode.chance.random() < 0.5:
         content[episode.chance.randrange(last + 32)] ^= 1 << episode.chance.randrange(8)
@@ -364,34 +356,29 @@ def ask_until(
     episode: Episode, wanted: Collection[int], method: str, path: str, message: Any = None, **bound: float
 ) -> int:
     """Repeat a request until the answer is a wanted one, and return its status; 0 if there was none in time."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < until and not episode.violations:
-        if (status := ask(episode, method, path, message, **bound)) in wanted:
-            return status
-        time.sleep(PAUSE_SECONDS)
-    return 0
+
+    def ask_once() -> int | None:
+        status = ask(episode, method, path, message, **bound)
+        return status if status in wanted else None
+
+    return episode.poll(ask_once, PATIENCE_SECONDS) or 0
 
 
 def list_checkpoints(episode: Episode) -> list[int]:
     """Return the rounds of the checkpoints that the coordinator lists, once it knows of any; none if it is too long."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < until and not episode.violations:
-        with suppress(httpx.TransportError), episode.cluster.connect(seconds=CHANGE_SECONDS) as http:
+
+    def list_once() -> list[int]:
+        with episode.cluster.connect(seconds=CHANGE_SECONDS) as http:
             response = http.get(routes.CHECKPOINTS)
-            if response.is_success and (found := response.json()):
-                return [one["round"] for one in found]
-        time.sleep(PAUSE_SECONDS)
-    return []
+        return [one["round"] for one in response.json()] if response.is_success else []
+
+    return episode.poll(list_once, PATIENCE_SECONDS) or []
 
 
 @fault("administrative changes under load", "administrator")
 def _administer(episode: Episode, victim: str) -> None:
-    logs = [episode.cluster.log_file(child) for child in episode.cluster.pservers]
-    for log in logs:
-        write_whole(log, LOG_ORDER)
-    _change(episode)
-    for log in logs:
-        write_whole(log, "")
+    with ordered([episode.cluster.log_file(child) for child in episode.cluster.pservers], LOG_ORDER):
+        _change(episode)
 
 
 def _change(episode: Episode) -> None:

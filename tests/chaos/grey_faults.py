@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from signal import SIGCONT
 from typing import TYPE_CHECKING
@@ -20,20 +19,20 @@ from trainer_client.testing import Child
 from .faults import (
     CHANGE_SECONDS,
     DISK_ERRORS,
-    PAUSE_SECONDS,
+    PATIENCE_SECONDS,
     STANDSTILL_SECONDS,
     ask_until,
     check_steps,
     fault,
     list_checkpoints,
 )
-from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, write_whole
+from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, ordered
 from .standby_faults import (
     continue_coordinator,
-    find_replicas,
     find_standbys,
     has_standbys,
     may_continue_alone,
+    standby_fault,
     wait_for_stop,
 )
 
@@ -54,116 +53,90 @@ def _check_replaced(episode: Episode, victim: str, leader: Child, why: str) -> b
 
     A fault that must have this violation has no effect then.
     """
-    began, index = time.monotonic(), int(victim.split()[1])
-    while time.monotonic() < began + REPLACED_SECONDS:
-        with suppress(GradpostError):
-            addresses = {pserver.address for pserver in episode.cluster.status().pservers if pserver.index == index}
-            if addresses and episode.cluster.find_address(leader) not in addresses:
-                return True
-        time.sleep(PAUSE_SECONDS)
+    began, index, cluster = time.monotonic(), int(victim.split()[1]), episode.cluster
+
+    def is_replaced() -> bool:
+        addresses = {pserver.address for pserver in cluster.status().pservers if pserver.index == index}
+        return bool(addresses) and cluster.find_address(leader) not in addresses
+
+    if episode.poll(is_replaced, REPLACED_SECONDS):
+        return True
     if is_quiet := episode.is_quiet(began):
         episode.complain(f"{victim}, {why}, was not replaced within {REPLACED_SECONDS:g} s")
     return is_quiet
 
 
-def _disturb(
-    episode: Episode, victim: str, disturbed: Callable[[Episode, Child], AbstractContextManager[None]], why: str
-) -> bool:
+def _disturb(episode: Episode, victim: str, leader: Child, disturbed: AbstractContextManager[None], why: str) -> bool:
     """Disturb a pserver for as long as another process has to become the pserver."""
-    if (found := find_replicas(episode, victim)) is None:
-        return False
     episode.lose(victim)
-    with disturbed(episode, found[0]):
-        is_checked = _check_replaced(episode, victim, found[0], why)
+    with disturbed:
+        is_checked = _check_replaced(episode, victim, leader, why)
     episode.lose(victim)
     return is_checked
 
 
-@contextmanager
-def _hanging_log(episode: Episode, child: Child) -> Iterator[None]:
-    write_whole(episode.cluster.log_file(child), "hang")
-    yield
-    write_whole(episode.cluster.log_file(child), "")
+def _cut_off(episode: Episode, child: Child) -> AbstractContextManager[None]:
+    """Cut a process off from the coordinator within the block. The coordinator still reaches the process."""
+    return episode.cluster.coordinator_proxy.cut_off(episode.cluster.name_process(child), directions=["up"])
 
 
-@contextmanager
-def _cut_off(episode: Episode, child: Child) -> Iterator[None]:
-    """Cut a process off from the coordinator, which still reaches the process."""
-    proxy, blocked = episode.cluster.coordinator_proxy, {("up", episode.cluster.name_process(child))}
-    proxy.blocked = proxy.blocked | blocked
-    yield
-    proxy.blocked = proxy.blocked - blocked
+@standby_fault("hanging log")
+def _hang_log(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    hanging = ordered([episode.cluster.log_file(leader)], "hang")
+    return _disturb(episode, victim, leader, hanging, "whose log hangs")
 
 
-@fault("hanging log", "pserver", has_standbys)
-def _hang_log(episode: Episode, victim: str) -> bool:
-    return _disturb(episode, victim, _hanging_log, "whose log hangs")
+@standby_fault("one-way partition of a pserver")
+def _cut_off_pserver(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    return _disturb(episode, victim, leader, _cut_off(episode, leader), "which does not reach the coordinator")
 
 
-@fault("one-way partition of a pserver", "pserver", has_standbys)
-def _cut_off_pserver(episode: Episode, victim: str) -> bool:
-    return _disturb(episode, victim, _cut_off, "which does not reach the coordinator")
-
-
-@fault("one-way partition of a standby", "pserver", has_standbys)
-def _cut_off_standby(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
+@standby_fault("one-way partition of a standby")
+def _cut_off_standby(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
     began = time.monotonic()
-    with _cut_off(episode, found[1]):
+    with _cut_off(episode, standby):
         episode.sleep(LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 4)
         check_steps(episode, began, f"the standby of {victim} did not reach the coordinator")
-    return True
 
 
-@fault("pserver and place of checkpoints lost", "pserver", has_standbys)
-def _lose_place_too(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    place, order, began = episode.cluster.place_file(victim), episode.chance.choice(("hang", "eio")), time.monotonic()
+@standby_fault("pserver and place of checkpoints lost")
+def _lose_place_too(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    order, began = episode.chance.choice(("hang", "eio")), time.monotonic()
     episode.note(order)
-    write_whole(place, order)
-    episode.kill(victim, found[0], may_report=True)
-    episode.sleep(REPLACED_SECONDS, REPLACED_SECONDS)
-    text = f"the pserver was lost with the place of checkpoints, which did this: {order}"
-    is_checked = check_steps(episode, began, text)
-    write_whole(place, "")
-    return is_checked
+    with ordered([episode.cluster.place_file(victim)], order):
+        episode.kill(victim, leader, may_report=True)
+        episode.sleep(REPLACED_SECONDS, REPLACED_SECONDS)
+        text = f"the pserver was lost with the place of checkpoints, which did this: {order}"
+        return check_steps(episode, began, text)
 
 
-@fault("stalling standby", "pserver", may_continue_alone)
-def _stall(episode: Episode, victim: str) -> bool:
+@standby_fault("stalling standby", may_continue_alone)
+def _stall(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
     """Let the log of a standby hang for every other few seconds. It may not hold up rounds each time."""
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    index, address, num_in_sync = int(victim.split()[1]), episode.cluster.find_address(found[1]), 0
+    index, address, num_in_sync = int(victim.split()[1]), episode.cluster.find_address(standby), 0
     seen: list[tuple[int, int]] = []  # attempts, each of which begins without the back-off, and rounds
     for _ in range(NUM_STALLS):
         with suppress(GradpostError):
             status = episode.cluster.status()
             num_in_sync += address in find_standbys(status, index)
             seen.append((status.attempt, status.round))
-        for order in ("hang", ""):
-            write_whole(episode.cluster.log_file(found[1]), order)
+        with ordered([episode.cluster.log_file(standby)], "hang"):
             episode.sleep(STALL_SECONDS, STALL_SECONDS)
+        episode.sleep(STALL_SECONDS, STALL_SECONDS)
     is_same = len(seen) == NUM_STALLS and seen[-1][0] == seen[0][0]
     is_going = all(after - before >= MIN_STALLED_ROUNDS for (_, before), (_, after) in pairwise(seen))
     if num_in_sync > MAX_STALLS_IN_SYNC and is_same and is_going:
         text = f"the standby of {victim} was in sync at the beginning of {num_in_sync} of {NUM_STALLS} stalls"
         episode.complain(f"{text}, {MAX_STALLS_IN_SYNC} at most are allowed")
-    return True
 
 
-@fault("disk error in a promotion", "pserver", has_standbys)
-def _fail_promotion(episode: Episode, victim: str) -> bool:
+@standby_fault("disk error in a promotion")
+def _fail_promotion(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
     """Lose a pserver with its disk, and let the disk of the standby fail once while it becomes the pserver."""
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    leader, standby = found
     coordinator, folder = episode.child("coordinator"), episode.cluster.find_folder(leader)
     episode.arm(coordinator, "promote.before=stop")
     episode.kill(victim, leader)
-    has_stopped = wait_for_stop(coordinator) and folder is not None
+    has_stopped = wait_for_stop(episode, coordinator) and folder is not None
     if has_stopped:
         shutil.rmtree(folder)
         episode.arm(standby, f"checkpoint.rename={episode.chance.choice(DISK_ERRORS)}")
@@ -172,34 +145,28 @@ def _fail_promotion(episode: Episode, victim: str) -> bool:
     return has_stopped
 
 
-@fault("tokens reach a standby late", "pserver", has_standbys)
-def _rotate_tokens(episode: Episode, victim: str) -> bool:
+@standby_fault("tokens reach a standby late")
+def _rotate_tokens(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
     """Rotate the tokens twice before a standby receives them: for a while the coordinator refuses its token."""
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    with episode.cluster.keep_tokens(found[1]):
+    with episode.cluster.keep_tokens(standby):
         for _ in range(2):
             episode.cluster.rotate_tokens()
             episode.sleep(ROTATION_SECONDS, ROTATION_SECONDS)
         episode.sleep(0.5, LEASE_SECONDS)
-    return True
 
 
-@fault("zombie writer", "pserver", lambda setup: has_standbys(setup) and setup.checkpoint_rounds == 50)
-def _wake_writer(episode: Episode, victim: str) -> bool:
+@standby_fault("zombie writer", lambda setup: has_standbys(setup) and setup.checkpoint_rounds == 50)
+def _wake_writer(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
     """Stop a pserver that publishes its part of a checkpoint, until its successor has published the same round.
 
     The successor makes this checkpoint once the run has gone back to the one before.
     """
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    leader, listed = found[0], list_checkpoints(episode)
-    while list_checkpoints(episode) == listed and not episode.violations:  # so that none is being written
-        time.sleep(PAUSE_SECONDS)
+    listed = list_checkpoints(episode)
+    episode.poll(lambda: list_checkpoints(episode) != listed, PATIENCE_SECONDS)  # so that none is being written
     folder = episode.cluster.find_folder(leader)
     episode.arm(leader, "checkpoint.shard=stop")
     episode.lose(victim)
-    if not wait_for_stop(leader) or folder is None:
+    if not wait_for_stop(episode, leader) or folder is None:
         episode.arm(leader, "")  # another fault may have made it a standby, which would stop once it leads again
         leader.signal(SIGCONT)
         return False
@@ -208,10 +175,14 @@ def _wake_writer(episode: Episode, victim: str) -> bool:
     episode.expect_rollback()
     before = {"round": max(listed for listed in list_checkpoints(episode) if listed < round_)}
     ask_until(episode, (200,), "POST", routes.ROLL_BACK, before)
-    while (newest := max(list_checkpoints(episode))) < round_ and not episode.violations:
-        time.sleep(PAUSE_SECONDS)
+
+    def find_newest() -> int | None:
+        newest = max(list_checkpoints(episode))
+        return newest if newest >= round_ else None
+
+    newest = episode.poll(find_newest, PATIENCE_SECONDS)
     leader.signal(SIGCONT)
-    if newest > round_:  # another fault has kept this checkpoint from being written
+    if newest != round_:  # another fault has kept this checkpoint from being written
         return False
     episode.lose(victim)
     episode.sleep(STALL_SECONDS, STALL_SECONDS)  # for the watch to read the checkpoint again

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
@@ -75,6 +75,14 @@ class Proxy:
     def address(self) -> str:
         """The base URL."""
         return f"http://127.0.0.1:{self.port}"
+
+    @contextlib.contextmanager
+    def cut_off(self, *clients: str | None, directions: Collection[Direction] = ("up", "down")) -> Iterator[None]:
+        """Hold back the bytes of these clients within the block; None stands for no client."""
+        blocked = {(direction, client) for client in clients if client is not None for direction in directions}
+        self.blocked = self.blocked | blocked
+        yield
+        self.blocked = self.blocked - blocked
 
     def reset(self) -> None:
         """Reset all connections, also in the middle of a request."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -102,3 +104,13 @@ def write_whole(path: Path, text: str) -> None:
     new = path.with_suffix(f".{threading.get_ident()}")
     new.write_text(text)
     new.replace(path)
+
+
+@contextmanager
+def ordered(files: Collection[Path], order: str) -> Iterator[None]:
+    """Let files order what services do within the block: see `service.py`."""
+    for file in files:
+        write_whole(file, order)
+    yield
+    for file in files:
+        write_whole(file, "")

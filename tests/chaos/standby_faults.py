@@ -8,23 +8,27 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 
-from ps_protocol.errors import GradpostError
 from ps_protocol.messages import ClusterStatus
 from trainer_client.testing import Child
 
-from .faults import CHANGE_FAILPOINTS, DYING_SECONDS, PAUSE_SECONDS, fault
-from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
+from .chaos_cluster import stopped
+from .faults import CHANGE_FAILPOINTS, DYING_SECONDS, fault
+from .setup import LEASE_SECONDS, Setup
 
 if TYPE_CHECKING:
     from .episode import Episode
 
+# An episode, the name of the pserver, its process, and that of a standby in sync.
+InjectPair: TypeAlias = "Callable[[Episode, str, Child, Child], bool | None]"
+
 JOIN_SECONDS = 25.0  # for a standby to be ready to replace its pserver
 ALONE_SECONDS = 8.0  # for a pserver to continue without its standby
+STOP_CHECK_SECONDS = 0.02
 _PROMOTION = ("fence.before", "promote.before", "promote.after")
 
 
@@ -36,159 +40,125 @@ def may_continue_alone(setup: Setup) -> bool:
     return has_standbys(setup) and setup.replica_loss == "continue"
 
 
+def standby_fault(kind: str, fits: Callable[[Setup], bool] = has_standbys) -> Callable[[InjectPair], InjectPair]:
+    """Register a fault that begins once a standby may replace the pserver. It has no effect if none may in time."""
+
+    def register(inject: InjectPair) -> InjectPair:
+        def find_and_inject(episode: Episode, victim: str) -> bool | None:
+            found = episode.poll(lambda: find_replicas(episode, victim), JOIN_SECONDS)
+            return False if found is None else inject(episode, victim, *found)
+
+        fault(kind, "pserver", fits)(find_and_inject)
+        return inject
+
+    return register
+
+
 def find_standbys(status: ClusterStatus, index: int) -> list[str]:
     """Return the addresses of the standbys that may replace a pserver."""
     return [one.address for one in status.standbys if one.follows == index and one.role == "in_sync" and one.run]
 
 
 def find_replicas(episode: Episode, victim: str) -> tuple[Child, Child] | None:
-    """Return the process of a pserver and that of a standby which may replace it, once there is one; else None."""
-    index, cluster, until = int(victim.split()[1]), episode.cluster, time.monotonic() + JOIN_SECONDS
-    while time.monotonic() < until and not episode.violations:
-        with suppress(GradpostError):
-            status = cluster.status()
-            living = {cluster.find_address(c): c for c in [*cluster.pservers, *cluster.standbys] if c.is_running}
-            leaders = [living[p.address] for p in status.pservers if p.index == index and p.address in living]
-            standbys = [living[address] for address in find_standbys(status, index) if address in living]
-            if leaders and standbys:
-                return leaders[0], standbys[0]
-        time.sleep(PAUSE_SECONDS)
-    return None
+    """Return the process of a pserver and that of a standby which may replace it, if there is one now."""
+    index, cluster = int(victim.split()[1]), episode.cluster
+    status = cluster.status()
+    living = {cluster.find_address(c): c for c in [*cluster.pservers, *cluster.standbys] if c.is_running}
+    leaders = [living[p.address] for p in status.pservers if p.index == index and p.address in living]
+    standbys = [living[address] for address in find_standbys(status, index) if address in living]
+    return (leaders[0], standbys[0]) if leaders and standbys else None
 
 
-def _wait_until_alone(episode: Episode, victim: str) -> bool:
-    """Wait until a pserver has continued without its standby; return False if it does not in time."""
-    index, until = int(victim.split()[1]), time.monotonic() + ALONE_SECONDS
-    while time.monotonic() < until:
-        with suppress(GradpostError):
-            if not find_standbys(episode.cluster.status(), index):
-                break
-        time.sleep(PAUSE_SECONDS)
-    alone_at = time.monotonic()
-    while time.monotonic() < until + ALONE_SECONDS:
-        if episode.has_stepped_since(alone_at):
-            return True
-        time.sleep(PAUSE_SECONDS)
-    return False
-
-
-def wait_for_stop(child: Child) -> bool:
+def wait_for_stop(episode: Episode, child: Child) -> bool:
     """Return whether a service stands still at its failpoint in time."""
-    until = time.monotonic() + DYING_SECONDS
-    with suppress(psutil.Error):
-        while time.monotonic() < until:
-            if psutil.Process(child.pid).status() == psutil.STATUS_STOPPED:
-                return True
-            time.sleep(PAUSE_SECONDS / 10)
-    return False
+    process = psutil.Process(child.pid)
+    is_stopped = episode.poll(
+        lambda: process.status() == psutil.STATUS_STOPPED, DYING_SECONDS, pause_seconds=STOP_CHECK_SECONDS
+    )
+    return bool(is_stopped)
 
 
-@fault("standby lost", "pserver", has_standbys)
-def _kill_standby(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    episode.kill(f"standby of {victim}", found[1])
+@standby_fault("standby lost")
+def _kill_standby(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
+    episode.kill(f"standby of {victim}", standby)
     episode.sleep(0, 2)
-    return True
 
 
-@fault("standby paused", "pserver", has_standbys)
-def _pause_standby(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    found[1].signal(signal.SIGSTOP)
-    episode.sleep(0.2, LEASE_SECONDS + 2)
-    found[1].signal(signal.SIGCONT)
-    return True
+@standby_fault("standby paused")
+def _pause_standby(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
+    with stopped(standby):
+        episode.sleep(0.2, LEASE_SECONDS + 2)
 
 
-@fault("pserver and standby killed together", "pserver", has_standbys)
-def _kill_both(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    episode.kill(victim, found[0], may_report=True)
+@standby_fault("pserver and standby killed together")
+def _kill_both(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
+    episode.kill(victim, leader, may_report=True)
     episode.sleep(0, 0.02)
-    episode.kill(f"standby of {victim}", found[1])
+    episode.kill(f"standby of {victim}", standby)
     episode.sleep(0, 1)
-    return True
 
 
-@fault("pserver and its disk lost", "pserver", has_standbys)
-def _lose_disk(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    folder = episode.cluster.find_folder(found[0])
-    episode.kill(victim, found[0], may_report=True)
+@standby_fault("pserver and its disk lost")
+def _lose_disk(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    folder = episode.cluster.find_folder(leader)
+    episode.kill(victim, leader, may_report=True)
     if folder is not None:
         shutil.rmtree(folder)
     episode.sleep(0, 2)
     return folder is not None
 
 
-@fault("pserver killed after it continued alone", "pserver", may_continue_alone)
-def _kill_alone(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    leader, standby = found
-    name, proxy = episode.cluster.name_process(standby), episode.cluster.proxies[leader]
-    if episode.chance.random() < 0.5:
-        episode.kill(f"standby of {victim}", standby)
-    else:  # it lives, and must not be promoted
-        proxy.blocked = proxy.blocked | {("up", name), ("down", name)}
-    if is_alone := _wait_until_alone(episode, victim):
-        episode.kill(victim, leader)
-        episode.sleep(0, LEASE_SECONDS + 1)
-    proxy.blocked = proxy.blocked - {("up", name), ("down", name)}
-    return is_alone
+@standby_fault("pserver killed after it continued alone", may_continue_alone)
+def _kill_alone(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    index, cluster, proxy = int(victim.split()[1]), episode.cluster, episode.cluster.proxies[leader]
+    is_cut_off = episode.chance.random() < 0.5  # else it is dead
+    with proxy.cut_off(cluster.name_process(standby) if is_cut_off else None):  # it lives, and must not be promoted
+        if not is_cut_off:
+            episode.kill(f"standby of {victim}", standby)
+        episode.poll(lambda: not find_standbys(cluster.status(), index), ALONE_SECONDS)
+        alone_at = time.monotonic()
+        is_alone = episode.poll(lambda: episode.has_stepped_since(alone_at), ALONE_SECONDS)
+        if is_alone:
+            episode.kill(victim, leader)
+            episode.sleep(0, LEASE_SECONDS + 1)
+    return bool(is_alone)
 
 
-@fault("pserver and standby cut off from each other", "pserver", has_standbys)
-def _cut_off(episode: Episode, victim: str) -> bool:
+@standby_fault("pserver and standby cut off from each other")
+def _cut_off(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
     """Cut them off, and half of the times the pserver from the coordinator, too, while trainers reach both."""
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    cluster, (leader, standby) = episode.cluster, found
-    others = [standby] if episode.chance.random() < 0.5 else [standby, cluster.coordinator]
-    names = [cluster.name_process(one) for one in others]
-    own = cluster.name_process(leader)
-    proxies = {cluster.proxies[leader]: names, cluster.proxies[standby]: [own]}
-    if len(others) > 1:
-        proxies[cluster.coordinator_proxy] = [own]
+    cluster, with_coordinator = episode.cluster, episode.chance.random() < 0.5
+    own, coordinator = cluster.name_process(leader), cluster.name_process(cluster.coordinator)
     episode.lose(victim)
-    for proxy, clients in proxies.items():
-        proxy.blocked = proxy.blocked | {(direction, client) for client in clients for direction in ("up", "down")}
-    episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
-    for proxy, clients in proxies.items():
-        proxy.blocked = {(direction, client) for direction, client in proxy.blocked if client not in clients}
+    with (
+        cluster.proxies[leader].cut_off(cluster.name_process(standby), coordinator if with_coordinator else None),
+        cluster.proxies[standby].cut_off(own),
+        cluster.coordinator_proxy.cut_off(own if with_coordinator else None),
+    ):
+        episode.sleep_briefly_or_long()
     episode.lose(victim)
-    return True
 
 
 # ------------------------------------------------------------------ in the middle of a fail-over
 
 
-@fault("coordinator killed in a fail-over", "pserver", has_standbys)
-def _kill_coordinator(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
+@standby_fault("coordinator killed in a fail-over")
+def _kill_coordinator(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
     coordinator = episode.child("coordinator")
     episode.arm(coordinator, f"{episode.chance.choice(_PROMOTION)}=kill")
-    episode.kill(victim, found[0])
+    episode.kill(victim, leader)
     return episode.wait_for_death("coordinator", coordinator, DYING_SECONDS)
 
 
-@fault("pserver stops, and dies or continues in its fail-over", "pserver", has_standbys)
-def _lose_leader(episode: Episode, victim: str) -> bool:
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    coordinator, leader = episode.child("coordinator"), found[0]
+@standby_fault("pserver stops, and dies or continues in its fail-over")
+def _lose_leader(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    coordinator = episode.child("coordinator")
     episode.arm(coordinator, f"{episode.chance.choice(_PROMOTION)}=stop")
     episode.lose(victim)
-    leader.signal(signal.SIGSTOP)
-    has_stopped = wait_for_stop(coordinator)
-    if episode.chance.random() < 0.5:
-        episode.kill(victim, leader)
-    leader.signal(signal.SIGCONT)
+    with stopped(leader):
+        has_stopped = wait_for_stop(episode, coordinator)
+        if episode.chance.random() < 0.5:
+            episode.kill(victim, leader)
     continue_coordinator(episode, coordinator)
     episode.lose(victim)
     return has_stopped
@@ -199,12 +169,9 @@ def continue_coordinator(episode: Episode, coordinator: Child) -> None:
     episode.arm(coordinator, "")
 
 
-@fault("standby killed in a fail-over", "pserver", has_standbys)
-def _lose_standby(episode: Episode, victim: str) -> bool:
+@standby_fault("standby killed in a fail-over")
+def _lose_standby(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
     """Kill a standby after the fence or after its registration; or let it die while it becomes the pserver."""
-    if (found := find_replicas(episode, victim)) is None:
-        return False
-    leader, standby = found
     name = f"standby of {victim}"
     if episode.chance.random() < 0.5:
         episode.arm(standby, f"{episode.chance.choice(CHANGE_FAILPOINTS)}=kill")
@@ -213,7 +180,7 @@ def _lose_standby(episode: Episode, victim: str) -> bool:
     coordinator = episode.child("coordinator")
     episode.arm(coordinator, f"{episode.chance.choice(_PROMOTION[1:])}=stop")
     episode.kill(victim, leader)
-    has_stopped = wait_for_stop(coordinator)
+    has_stopped = wait_for_stop(episode, coordinator)
     episode.kill(name, standby)
     continue_coordinator(episode, coordinator)
     return has_stopped

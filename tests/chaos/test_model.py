@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,12 +12,13 @@ from .model import History, find_violations
 from .round_model import explain
 from .setup import UNIT, Setup
 
-SYNC = Setup(seed=0)
 BLOCKS = ("a.block0", "a.block1")
 BOTH = (0, 1)
+CONTINUES = Setup(seed=0, on_trainer_loss="continue")
+SKIPS = Setup(seed=0, nonfinite="skip_round")
 
 
-def values_after(sets: Sequence[tuple[int, ...]]) -> list[float]:
+def values_after(*sets: tuple[int, ...]) -> list[float]:
     """Return the values of a block after rounds with contributions of these ranks."""
     counts, rounds = [0.0, 0.0], [0.0, 0.0]
     for round_, ranks in enumerate(sets, 1):
@@ -28,215 +29,136 @@ def values_after(sets: Sequence[tuple[int, ...]]) -> list[float]:
 
 
 class Story:
-    """A history: records in the order of time."""
+    """A history: records in the order of time, the first of which is at 1."""
 
-    def __init__(self, sets: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, *sets: tuple[int, ...]) -> None:
+        """Begin with synchronous rounds, which all ranks begin and these ranks end."""
         self.records: list[Record] = []
-        self.train(sets)
+        for round_, ranks in enumerate(sets, 1):
+            self.add("begin", 0, round_).add("begin", 1, round_)
+            for rank in ranks:
+                self.add("end", rank, round_, values_after(*sets[:round_]))
 
-    def add(self, what: str, rank: int, round_: int, values: list[float] | None = None, **facts: Any) -> None:
+    def add(self, what: str, rank: int, round_: int, values: list[float] | None = None, **facts: Any) -> Story:
         record = {"what": what, "at": float(len(self.records) + 1), "rank": rank, "life": 1, "attempt": 0}
-        record["round"] = round_
-        if what == "begin":
-            record["nan"] = False
+        record |= {"round": round_, "nan": False}
         if values is not None:
             record["blocks"] = {name: [round_, *values] for name in BLOCKS}
         self.records.append({**record, **facts})
+        return self
 
-    def train(self, sets: Sequence[tuple[int, ...]]) -> None:
-        """Add synchronous rounds, which all ranks begin and these ranks end."""
-        for round_, ranks in enumerate(sets, 1):
-            for rank in BOTH:
-                self.add("begin", rank, round_)
-            for rank in ranks:
-                self.add("end", rank, round_, values_after(sets[:round_]))
+    def begin(self, round_: int, **facts: Any) -> Story:
+        return self.add("begin", 0, round_, **facts).add("begin", 1, round_)
 
-    def violations(self, setup: Setup = SYNC, **happened: Any) -> list[str]:
-        return find_violations(History(setup, self.records, **happened))
-
-
-def test_a_round_without_a_lost_trainer_is_a_violation_under_wait_only() -> None:
-    story = Story()
-    sets = [BOTH, (0,), BOTH]
-    story.train(sets[:2])
-    story.add("begin", 0, 3)
-    story.add("begin", 1, 3, life=2)
-    story.add("end", 1, 3, values_after(sets), life=2)
-    assert story.violations(Setup(seed=0, on_trainer_loss="continue")) == []
-    assert story.violations() == ["round 2 is made of trainers [0], not of all trainers"]
+    def roll_back(self, to: int) -> Story:
+        """Go back to a round, and repeat the next one."""
+        values = values_after(*[BOTH] * to)
+        self.add("back", 0, to, values, attempt=1).add("back", 1, to, values, attempt=1)
+        self.add("begin", 0, to + 1, attempt=1).add("begin", 1, to + 1, attempt=1)
+        return self.add("end", 0, to + 1, values_after(*[BOTH] * (to + 1)), attempt=1)
 
 
-def test_a_trainer_that_has_ended_a_round_is_in_it() -> None:
-    story = Story([BOTH, (0,)])
-    story.add("end", 1, 2, values_after([BOTH, (0,)]))
-    found = story.violations(Setup(seed=0, on_trainer_loss="continue"))
-    assert found == ["round 2 lacks trainers [1], which have ended it"]
-
-
-def test_a_trainer_that_is_done_is_in_no_later_round() -> None:
-    story = Story([BOTH, BOTH])
-    story.add("done", 1, 2)
-    story.add("begin", 0, 3)
-    story.add("end", 0, 3, values_after([BOTH, BOTH, (0,)]))
-    assert story.violations() == []
-
-
-def test_under_wait_a_round_is_not_made_again_without_a_trainer_that_is_done() -> None:
-    story = Story([BOTH, BOTH])
-    story.add("done", 1, 2)
-    story.add("back", 0, 1, values_after([BOTH]), attempt=1)
-    story.add("begin", 0, 2, attempt=1)
-    story.add("end", 0, 2, values_after([BOTH, (0,)]), attempt=1)
-    assert story.violations(Setup(seed=0, on_trainer_loss="continue"), disk_damaged=[5.0]) == []
-    found = story.violations(disk_damaged=[5.0])
-    assert found == ["round 2 is made of trainers [0], not of all trainers"]
-
-
-def test_the_end_is_that_of_the_undisturbed_run() -> None:
-    story = Story()
-    for rank in BOTH:
-        story.add("start", rank, 0, values_after([]))
-    story.train([BOTH, BOTH])
-    sets = [BOTH] * 8
-    end: Record = {"what": "final", "at": 100.0, "round": 8, "attempt": 0}  # too far away to decode the rounds between
-    assert story.violations() == []
-    story.records.append({**end, "blocks": {name: [8, *values_after(sets)] for name in BLOCKS}})
-    assert story.violations() == []
-    sets[4] = (0,)
-    story.records[-1]["blocks"] = {name: [8, *values_after(sets)] for name in BLOCKS}
-    assert "is not that of the undisturbed run" in story.violations()[0]
-
-
-def test_a_trainer_is_evicted_only_after_a_fault() -> None:
-    story = Story([BOTH, (0,)])
-    story.add("error", 1, 2, kind="stale_trainer", text="lost")
-    policy = Setup(seed=0, on_trainer_loss="continue")
-    text = "trainer 1 (life 1) was evicted without a fault: lost"
-    assert story.violations(policy) == [text]
-    assert story.violations(policy, lost={"pserver 0": [2.0], "trainer 0": [2.0]}) == [text]
-    assert story.violations(policy, lost={"trainer 1": [2.0]}) == []
-    assert story.violations(policy, lost={"trainer": [2.0]}) == []
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param([12.0, 6.0, 12.0, 6.0], id="one contribution twice"),
-        pytest.param([6.0, 6.0, 6.0, 0.0], id="half of one"),
-        pytest.param([6.0, 6.0, 12.0, 6.0], id="that of another round"),
-        pytest.param([12.0, 12.0, 12.0, 12.0], id="a sum instead of a mean"),
-        pytest.param([float("nan"), 6.0, 6.0, 6.0], id="NaN"),
-    ],
-)
-def test_only_whole_contributions_make_up_a_round(change: list[float]) -> None:
-    story = Story()
-    for rank in BOTH:
-        story.add("begin", rank, 1)
-    story.add("end", 0, 1, change)
-    assert "no whole contributions make up rounds 1 to 1" in story.violations()[0]
-
-
-def test_all_blocks_are_made_of_the_same_contributions() -> None:
-    story = Story()
-    for rank in BOTH:
-        story.add("begin", rank, 1)
-    story.add("end", 0, 1, values_after([BOTH]))
-    story.records[-1]["blocks"]["a.block1"] = [1, *values_after([(0,)])]
-    found = story.violations(Setup(seed=0, on_trainer_loss="continue"))
-    assert found == ["rounds 1 to 1 of a.block1 are made of others than in another block"]
-
-
-def test_a_version_has_the_same_bytes_for_all_trainers() -> None:
-    story = Story([BOTH])
-    story.records[-1]["blocks"]["a.block0"][1] += 1
-    assert story.violations() == ["trainer 1 (life 1) saw other bytes of a.block0 in version 1 than others"]
-
-
-def test_a_barrier_waits_for_all_trainers() -> None:
-    story = Story()
-    story.add("begin", 0, 1)
-    story.add("end", 0, 1, values_after([BOTH]))
-    story.add("begin", 1, 1)
-    assert story.violations() == ["round 1 was over before trainer 1 had begun it"]
-
-
-def test_the_versions_that_a_trainer_sees_only_grow() -> None:
-    story = Story([BOTH, BOTH])
-    story.add("end", 0, 1, values_after([BOTH]))
-    assert story.violations()[0] == "trainer 0 (life 1) saw version 1 of a.block0 after 2"
-
-
-def test_a_round_is_skipped_if_and_only_if_a_gradient_was_not_finite() -> None:
-    cases: list[tuple[bool, list[tuple[int, ...]], list[str]]] = [
-        (True, [BOTH, ()], []),
-        (False, [BOTH, ()], ["round 2 lacks trainers [0], which have ended it"]),
-        (True, [BOTH, BOTH], ["round 2 was not skipped, although a gradient was not finite"]),
-    ]
-    for is_nan, sets, expected in cases:
-        story = Story([BOTH])
-        story.add("begin", 0, 2, nan=is_nan)
-        story.add("begin", 1, 2)
-        story.add("end", 0, 2, values_after(sets))
-        assert story.violations(Setup(seed=0, nonfinite="skip_round"))[: len(expected) or 1] == expected
-
-
-def test_a_gradient_that_is_not_finite_is_pushed_again_after_a_rollback() -> None:
-    story = Story([BOTH])
-    story.add("begin", 0, 2, nan=True)
-    story.add("begin", 1, 2)
-    story.add("start", 1, 1, values_after([BOTH]), attempt=1, life=2)
-    story.add("begin", 1, 2, attempt=1, life=2)
-    story.add("back", 0, 2, values_after([BOTH, ()]), attempt=1)
-    story.add("end", 1, 2, values_after([BOTH, ()]), attempt=1, life=2)
-    assert story.violations(Setup(seed=0, nonfinite="skip_round"), disk_damaged=[2.0]) == []
-
-
-def rolled_back(to: int, of: int) -> Story:
-    """Return a run that was rolled back, and repeats the lost rounds."""
-    story = Story([BOTH] * of)
-    for rank in BOTH:
-        story.add("back", rank, to, values_after([BOTH] * to), attempt=1)
-    story.add("begin", 0, to + 1, attempt=1)
-    story.add("begin", 1, to + 1, attempt=1)
-    story.add("end", 0, to + 1, values_after([BOTH] * (to + 1)), attempt=1)
+def split_blocks(story: Story, values: list[float]) -> Story:
+    """Change the second block of the last record."""
+    story.records[-1]["blocks"][BLOCKS[1]][1:] = values
     return story
 
 
-def test_acknowledged_rounds_are_lost_only_for_a_reason() -> None:
-    story = rolled_back(to=1, of=3)
-    assert story.violations() == ["the run was rolled back by 2 rounds to 1 without damage"]
-    assert story.violations(disk_damaged=[2.0]) == []
-    both = {"trainer": [10.5], "pserver": [10.6]}  # after the last round had begun
-    assert story.violations(lost=both) == ["the run was rolled back by 2 rounds to 1 without damage"]
-    story = rolled_back(to=2, of=3)
-    assert story.violations(lost=both) == []
-    assert story.violations(lost={"pserver": [10.6]}) != []
-    assert story.violations(lost={"trainer": [2.0], "pserver": [10.6]}) != []
+def end_with(*sets: tuple[int, ...]) -> Story:
+    """Return a run of which only the end is seen, too far away to decode the rounds between."""
+    story = Story(BOTH).add("final", 0, len(sets), values_after(*sets))
+    del story.records[-1]["rank"]
+    return story
 
 
-def test_a_rollback_does_not_change_earlier_versions() -> None:
-    story = rolled_back(to=1, of=3)
-    for record in story.records:
-        if record["what"] == "back":
-            record["blocks"] = {name: [1, *values_after([(0,)])] for name in BLOCKS}
-    assert any("saw other bytes of a.block0 in version 1" in text for text in story.violations(disk_damaged=[2.0]))
+@dataclass
+class Case:
+    """A history and its violation, if any."""
+
+    story: Story
+    violation: str = ""  # the first words
+    setup: Setup = field(default=Setup(seed=0))
+    happened: dict[str, Any] = field(default_factory=dict)  # damage and losses
 
 
-def test_a_wrong_answer_is_a_violation() -> None:
-    story = Story()
-    story.add("wrong answer", 0, 0, text="half a body was taken")
-    assert story.violations() == ["wrong answer: half a body was taken"]
+LATE = {"trainer": [10.5], "pserver": [10.6]}  # lost after round 3 of `roll_back` had begun
+ROUND_2_WITHOUT_1 = Story(BOTH, (0,)).add("end", 1, 2, values_after(BOTH, (0,)))
+CASES = {
+    "under wait a round has all trainers": Case(Story(BOTH, (0,)), "round 2 is made of trainers [0], not of all"),
+    "under continue it may have fewer": Case(Story(BOTH, (0,)), setup=CONTINUES),
+    "a trainer that has ended a round is in it": Case(
+        ROUND_2_WITHOUT_1, "round 2 lacks trainers [1], which have ended it", CONTINUES),
+    "a trainer that is done is in no later round": Case(
+        Story(BOTH).add("done", 1, 1).add("begin", 0, 2).add("end", 0, 2, values_after(BOTH, (0,)))),
+    "the end is that of the undisturbed run": Case(end_with(*[BOTH] * 8)),
+    "the end has all contributions": Case(end_with(*[BOTH] * 7, (0,)), "the end after round 8 is not that of"),
+    "a trainer is evicted after a fault only": Case(
+        Story(BOTH, (0,)).add("error", 1, 2, kind="stale_trainer", text="lost"),
+        "trainer 1 (life 1) was evicted without a fault", CONTINUES,
+        {"lost": {"pserver 0": [2.0], "trainer 0": [2.0]}}),
+    "a trainer with a fault may be evicted": Case(
+        Story(BOTH, (0,)).add("error", 1, 2, kind="stale_trainer", text="lost"), "", CONTINUES,
+        {"lost": {"trainer 1": [2.0]}}),
+    "all blocks have the same contributions": Case(
+        split_blocks(Story().begin(1).add("end", 0, 1, values_after(BOTH)), values_after((0,))),
+        "rounds 1 to 1 of a.block1 are made of others than in another block", CONTINUES),
+    "a version has the same bytes for all": Case(
+        split_blocks(Story(BOTH), values_after((0,))), "trainer 1 (life 1) saw other bytes of a.block1 in version 1"),
+    "a barrier waits for all trainers": Case(
+        Story().add("begin", 0, 1).add("end", 0, 1, values_after(BOTH)).add("begin", 1, 1),
+        "round 1 was over before trainer 1 had begun it"),
+    "versions only grow": Case(
+        Story(BOTH, BOTH).add("end", 0, 1, values_after(BOTH)), "trainer 0 (life 1) saw version 1 of a.block0 after 2"),
+    "a round with NaN is skipped": Case(
+        Story(BOTH).begin(2, nan=True).add("end", 0, 2, values_after(BOTH, ())), "", SKIPS),
+    "no other round is skipped": Case(
+        Story(BOTH).begin(2).add("end", 0, 2, values_after(BOTH, ())), "round 2 lacks trainers [0]", SKIPS),
+    "NaN is not applied": Case(
+        Story(BOTH).begin(2, nan=True).add("end", 0, 2, values_after(BOTH, BOTH)), "round 2 was not skipped", SKIPS),
+    "a gradient with NaN is pushed again after a rollback": Case(
+        Story(BOTH).begin(2, nan=True).add("start", 1, 1, values_after(BOTH), attempt=1, life=2)
+        .add("begin", 1, 2, attempt=1, life=2).add("back", 0, 2, values_after(BOTH, ()), attempt=1)
+        .add("end", 1, 2, values_after(BOTH, ()), attempt=1, life=2), "", SKIPS, {"disk_damaged": [2.0]}),
+    "acknowledged rounds are kept": Case(Story(*[BOTH] * 3).roll_back(1), "the run was rolled back by 2 rounds to 1"),
+    "damage may lose rounds": Case(Story(*[BOTH] * 3).roll_back(1), happened={"disk_damaged": [2.0]}),
+    "a lost trainer loses one round at most": Case(
+        Story(*[BOTH] * 3).roll_back(1), "the run was rolled back by 2 rounds to 1", happened={"lost": LATE}),
+    "a lost trainer may lose one round": Case(Story(*[BOTH] * 3).roll_back(2), happened={"lost": LATE}),
+    "a lost pserver loses no round": Case(
+        Story(*[BOTH] * 3).roll_back(2), "the run was rolled back by 1 rounds", happened={"lost": {"pserver": [10.6]}}),
+    "a rollback does not change earlier versions": Case(
+        Story(BOTH, BOTH).add("back", 0, 1, values_after((0,)), attempt=1),
+        "trainer 0 (life 1) saw other bytes of a.block0 in version 1", happened={"disk_damaged": [2.0]}),
+    "a wrong answer is a violation": Case(
+        Story().add("wrong answer", 0, 0, text="half a body was taken"), "wrong answer: half a body was taken"),
+    **{
+        f"a round is made of whole contributions: {change}": Case(
+            Story().begin(1).add("end", 0, 1, change), "no whole contributions make up rounds 1 to 1")
+        for change in (
+            [12.0, 6.0, 12.0, 6.0],  # one contribution twice
+            [6.0, 6.0, 6.0, 0.0],  # half of one
+            [6.0, 6.0, 12.0, 6.0],  # that of another round
+            [float("nan"), 6.0, 6.0, 6.0],
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_history_has_the_violation(name: str) -> None:
+    case = CASES[name]
+    found = find_violations(History(case.setup, case.story.records, **case.happened))
+    assert found[0].startswith(case.violation) if case.violation else not found, found
 
 
 def test_random_numbers_depend_on_seed_and_step_only() -> None:
-    story = Story()
-    seed_draws(SYNC.seed, 3)
+    seed_draws(0, 3)
+    story = Story().add("back", 0, 3, drawn_for=3, draws=draw())
+    assert find_violations(History(Setup(seed=0), story.records)) == []
     story.add("back", 0, 3, drawn_for=3, draws=draw())
-    assert story.violations() == []
-    story.add("back", 0, 3, drawn_for=3, draws=draw())
-    assert "in step 3, not" in story.violations()[0]
+    assert "in step 3, not" in find_violations(History(Setup(seed=0), story.records))[0]
 
 
 def test_the_rounds_between_two_seen_versions_are_decoded() -> None:
-    change = tuple(values_after([BOTH, (), (1,)]))
+    change = tuple(values_after(BOTH, (), (1,)))
     assert explain(change, 0, 3) == {(frozenset(BOTH), frozenset(), frozenset({1}))}

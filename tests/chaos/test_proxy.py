@@ -65,8 +65,7 @@ def test_an_answer_is_lost_after_the_upload(client: socket.socket, proxy: Proxy,
     assert proxy.num_lost_replies == 0
 
 
-@pytest.mark.parametrize("direction", ["up", "down"])
-@pytest.mark.parametrize("blocked", ["", "trainer 0"])
+@pytest.mark.parametrize(("direction", "blocked"), [("up", ""), ("down", "trainer 0")])
 def test_blocked_bytes_arrive_later(client: socket.socket, proxy: Proxy, direction: str, blocked: str) -> None:
     proxy.blocked = {(direction, blocked)}  # type: ignore[arg-type]
     client.settimeout(0.3)
@@ -76,12 +75,6 @@ def test_blocked_bytes_arrive_later(client: socket.socket, proxy: Proxy, directi
     client.settimeout(5)
     proxy.blocked = set()
     assert client.recv(100) == b"4"
-
-
-def test_connections_break(client: socket.socket, proxy: Proxy) -> None:
-    proxy.reset()
-    with pytest.raises(ConnectionResetError):
-        client.recv(100)
 
 
 def test_a_reply_is_cut_off(client: socket.socket, proxy: Proxy) -> None:
@@ -102,11 +95,3 @@ def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, htt
             assert (response.status_code, response.headers["content-type"]) == (502, "text/html")
             assert "<h1>Bad Gateway</h1>" in response.text
         assert server.received == []
-        proxy.page = None
-        proxy.reset()
-        for _ in range(100):
-            with suppress(httpx.TransportError):  # the server does not speak HTTP
-                client.post(f"{proxy.address}/v1/send", content=b"")
-            if server.received:
-                break
-        assert server.received
