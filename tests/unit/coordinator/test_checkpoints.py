@@ -264,6 +264,9 @@ def refuse(_: object) -> None:
 
 
 async def test_a_checkpoint_is_complete_when_all_pservers_have_published_their_shards(cluster, place, manifests):
+    report(cluster, 0, 0)
+    await manifests.complete()
+    assert found(place) == []
     await complete(manifests, cluster, 0)
     report(cluster, 0, 4)
     await manifests.complete()
