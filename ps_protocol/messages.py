@@ -45,7 +45,7 @@ from .fields import (
 from .membership import Plan, RequiredStandbys
 from .process_reports import OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
 from .standbys import SeenStandbys, StandbyStatus
-from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy, Placement
+from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy
 from .wire_types import PullType, PushType
 
 PROGRESS = "loss"  # the result that measures training progress
@@ -193,13 +193,9 @@ class DeclareModel(Message):
     members: tuple[tuple[Label, Label, Positive], ...] = Field(
         default=(), max_length=MAX_MEMBERS, description="several optimizers: name, class name and number of groups"
     )
-    min_block_size: Positive | None = None
-    placement: Placement | None = None
-    slice_parameters: Flag | None = None
     nonfinite: NonfinitePolicy | None = None
     push_type: PushType | None = Field(default=None, description="type of gradients on the wire")
     pull_type: PullType | None = Field(default=None, description="type of values on the wire to trainers")
-    topk: Real | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: Count = Field(default=0, description="steps of the trainers' own optimizers between pushes")
     max_grad_norm: Real | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="norm to which the aggregated gradient is clipped"

@@ -19,7 +19,7 @@ from .wire import NUMBERS, World, completion, encode_blocks, join_message, model
 
 MIB = 1024 * 1024
 LARGE = 10**400  # beyond a float
-LIMITS = {"max_body_bytes": 48 * MIB, "max_header_bytes": 16 * MIB, "max_tensors": 1000}
+LIMITS = {"max_body_bytes": 48 * MIB, "max_header_bytes": 16 * MIB, "max_tensors": 1000, "min_block_size": 100}
 
 
 @dataclass(frozen=True)
@@ -334,6 +334,6 @@ declaration("model_mismatch", "another optimizer", optimizer="Adagrad", group_fl
 declaration("model_mismatch", "another policy", nonfinite="allow")
 declaration("stale_run", "of another run", run="another")
 declaration("stale_trainer", "of another life", incarnation=99)
-declaration("model_mismatch", "another one than was planned", phase="training", min_block_size=50)
+declaration("model_mismatch", "another one than was planned", phase="training", nonfinite="allow")
 
 CASES.sort(key=lambda case: case.phase)  # so that few runs are begun

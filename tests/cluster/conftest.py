@@ -47,14 +47,14 @@ def own_cluster() -> Iterator[StartCluster]:
 
 @pytest.fixture(scope="module")
 def pair(shared_cluster: StartCluster) -> LocalCluster:
-    """Two pservers and two trainers."""
-    return shared_cluster(on_trainer_loss="fail")
+    """Two pservers and two trainers, with parameters that are cut."""
+    return shared_cluster(min_block_size=100, on_trainer_loss="fail")
 
 
 @pytest.fixture(scope="module")
 def alone(shared_cluster: StartCluster) -> LocalCluster:
-    """Two pservers and one trainer."""
-    return shared_cluster(trainers=1, on_trainer_loss="fail")
+    """Two pservers and one trainer, with parameters that are cut."""
+    return shared_cluster(trainers=1, min_block_size=100, on_trainer_loss="fail")
 
 
 @pytest.fixture(scope="module")

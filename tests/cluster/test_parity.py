@@ -13,7 +13,6 @@ from torch import nn
 
 from ps_protocol.vocabulary import PLACEMENTS
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
 from .conftest import StartCluster
@@ -31,12 +30,6 @@ pytestmark = pytest.mark.cluster
 CUTS = (1, 100, 8192)  # min_block_size, in elements
 
 
-@pytest.fixture(scope="module")
-def cluster(shared_cluster: StartCluster) -> LocalCluster:
-    """Three pservers serve all runs of the matrix, one after another."""
-    return shared_cluster(pservers=3)
-
-
 # The golden runs have every optimizer.
 @parametrize_sampled(
     ("name", "cut", "placement"),
@@ -44,10 +37,11 @@ def cluster(shared_cluster: StartCluster) -> LocalCluster:
     [*zip(("SGD-nesterov", "Adam", "Adagrad"), CUTS, PLACEMENTS, strict=True)],
 )
 def test_same_gradients_give_the_bits_of_one_process(
-    cluster: LocalCluster, name: str, cut: int, placement: str
+    own_cluster: StartCluster, name: str, cut: int, placement: str
 ) -> None:
     expected = train_locally(name)
-    for actual in run_all(cluster, partial(train_remotely, name), min_block_size=cut, placement=placement):
+    cluster = own_cluster(pservers=3, min_block_size=cut, placement=placement)
+    for actual in run_all(cluster, partial(train_remotely, name)):
         assert_identical(actual, expected)
 
 

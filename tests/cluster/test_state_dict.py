@@ -33,18 +33,19 @@ from .training import (
 
 pytestmark = [pytest.mark.cluster]
 BEFORE, AFTER = 5, 4
-SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
+SMALL = {"bucket_bytes": 20_000}  # several frames
+CUT = {"min_block_size": 1000}
 every_kind = parametrize_sampled("kind", OPTIMIZERS, ["AdamW"])
 
 
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: StartCluster) -> LocalCluster:
-    return shared_cluster(on_trainer_loss="fail")
+    return shared_cluster(on_trainer_loss="fail", **CUT)
 
 
 @pytest.fixture(scope="module")
 def other_cluster(shared_cluster: StartCluster) -> LocalCluster:
-    return shared_cluster(pservers=3, trainers=1, on_trainer_loss="fail")
+    return shared_cluster(pservers=3, trainers=1, on_trainer_loss="fail", **CUT)
 
 
 def set_mean_gradients(parameters: Parameters, step: int) -> None:

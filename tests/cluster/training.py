@@ -24,7 +24,7 @@ from .training_script import digest_of
 from .up_support import wait_until
 
 T = TypeVar("T")
-SMALL = {"bucket_bytes": 2000, "min_block_size": 100}  # many buckets, and parameters that are cut
+SMALL = {"bucket_bytes": 2000}  # many buckets
 
 # What trainers without a RemoteOptimizer declare and push.
 SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])

@@ -45,14 +45,13 @@ def join_message(instance: str, rank: int | None, **changes: Any) -> dict[str, A
 
 
 def model_message(joined: TrainerJoined, **changes: Any) -> dict[str, Any]:
-    """Declare SGD on a few parameters, in blocks of at least 100 elements."""
+    """Declare SGD on a few parameters."""
     return {
         "run": joined.run,
         "incarnation": joined.incarnation,
         "parameters": PARAMETERS,
         "optimizer": "SGD",
         "group_flags": [dict.fromkeys(RULES["SGD"].flags, False)],
-        "min_block_size": 100,
         **changes,
     }
 

@@ -314,7 +314,11 @@ def _write_type(kind: Any) -> str:
     """Return the type of an argument, which may be None, as code."""
     parts = [part for part in get_args(kind | None) if part is not type(None)]
     texts = [
-        f"Literal[{', '.join(map(json.dumps, get_args(part)))}]" if get_origin(part) is Literal else part.__name__
+        f"Literal[{', '.join(map(json.dumps, get_args(part)))}]"
+        if get_origin(part) is Literal
+        else str(part)
+        if get_args(part)
+        else part.__name__
         for part in parts
     ]
     return " | ".join([*(["str"] if Path in parts else []), *texts, "None"])
@@ -356,7 +360,7 @@ def _describe_callable(level: str, name: str, value: Any) -> str:
         return f"{level} {name}\n\nproperty: `{value.fget.__annotations__['return']}`\n\n```\n{doc}\n```\n"
     shown: list[str] = []
     for parameter in inspect.signature(value).parameters.values():
-        if parameter.name in TrainerSettings.model_fields and parameter.name != "coordinator":
+        if parameter.name == "arguments":
             shown.append("**arguments")  # docs/settings.md has them
             break
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:

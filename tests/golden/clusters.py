@@ -68,7 +68,7 @@ class GoldenCluster(LocalCluster):
             trainers=self.setup.trainers,
             on_line=self._read,
             state_dir=folder / "state",
-            **({"min_block_size": 100} if self.setup.pservers else {}),
+            **({"min_block_size": 100, "topk": 0.05} if self.setup.pservers else {}),
             **self.setup.settings,
             **settings,
         )

@@ -20,6 +20,7 @@ class Run:
     optimizer: str = "AdamW"  # a name in `tests.cluster.training.OPTIMIZERS`
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainers
     outer: str = ""  # the optimizer on the pservers of a run with local steps
+    outer_sgd: Mapping[str, Any] = field(default_factory=dict)  # or the arguments of SGD there
     parameter_dtype: str = "float32"
     has_scaler: bool = False  # torch's, and an overflow in trainer 1
     has_batch_norm: bool = False
@@ -60,7 +61,7 @@ class Setup:
 
 
 def _wire(push_type: str, pull_type: str) -> Run:
-    return Run("SGD-momentum", {"push_type": push_type, "pull_type": pull_type, "topk": 0.05})
+    return Run("SGD-momentum", {"push_type": push_type, "pull_type": pull_type})
 
 
 _SYNC = {
@@ -72,15 +73,12 @@ _SYNC = {
     "push topk": _wire("topk", "float32"),
     "bfloat16 parameters": Run(parameter_dtype="bfloat16"),
     "clipping": Run(settings={"max_grad_norm": 1.0}),
-    "clipping whole parameters": Run(
-        settings={"max_grad_norm": 1.0, "placement": "hash", "slice_parameters": False, "bucket_bytes": 2000}
-    ),
     "batch norm": Run(has_batch_norm=True),
     "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
     "overlap": Run(settings={"overlap": True, "bucket_bytes": 2000}),
     "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True, "bucket_bytes": 2000}),
     "accumulate_steps": Run(settings={"overlap": True, "accumulate_steps": 2, "bucket_bytes": 2000}),
-    "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}),
+    "local_steps": Run(settings={"local_steps": 2}, outer_sgd={"lr": 0.7, "momentum": 0.9, "nesterov": True}),
     "local_steps with the mean": Run(settings={"local_steps": 2}),
     "local_steps with an outer optimizer": Run(settings={"local_steps": 2}, outer="Adam-amsgrad"),
     **{name: Run(name) for name in ("SGD", "SGD-nesterov", "Adam")},
@@ -89,6 +87,11 @@ _SYNC = {
 # Either one trainer takes all steps of an asynchronous run, or the trainers take turns, so that their order is fixed.
 SETUPS: dict[str, Setup] = {
     "sync": Setup(_SYNC, trainers=3),
+    "sync with whole parameters": Setup(
+        {"clipping": Run(settings={"max_grad_norm": 1.0, "bucket_bytes": 2000})},
+        trainers=3,
+        settings={"placement": "hash", "slice_parameters": False},
+    ),
     "sync with max_delay": Setup(
         {
             "AdamW": Run(),
@@ -145,7 +148,7 @@ SETUPS: dict[str, Setup] = {
             "overlap": Run(settings={"overlap": True}),
             "clipping": Run(settings={"max_grad_norm": 1.0}),
             "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
-            "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7}),
+            "local_steps": Run(settings={"local_steps": 2}, outer_sgd={"lr": 0.7}),
         },
         are_hosts=True,
     ),

@@ -102,6 +102,8 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
     model = make_model(rank, dtype, run.has_batch_norm)  # the lowest rank's values count
     local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
     outer = make_optimizer(run.outer, dict(model.named_parameters()), local=False) if run.outer else None
+    if run.outer_sgd:
+        outer = torch.optim.SGD(model.parameters(), **run.outer_sgd)
     optimizer = RemoteOptimizer(local, model=model, outer=outer)
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
     if setup.takes_turns and rank == 0:  # it has pulled the initial values, which another trainer's step would replace

@@ -18,27 +18,13 @@ class TrainerArguments(TypedDict, total=False):
     world_size: int | None
     run_name: str | None
     one_trainer_per_host: bool | None
-    strategy: Literal["ps", "ring"] | Literal["local"] | None
-    mode: Literal["sync", "async", "ssp"] | None
-    max_delay: int | None
-    max_staleness: int | None
-    wait_for_apply: bool | None
-    read_consistency: Literal["none", "block", "shard"] | None
-    max_queued: int | None
-    compensation: Literal["none", "divide", "dc"] | None
-    dc_lambda: float | None
-    min_block_size: int | None
-    placement: Literal["balanced", "round_robin", "hash"] | None
-    slice_parameters: bool | None
+    strategy: Literal["local"] | None
+    expect: dict[str, str | int | float | bool] | None
     nonfinite: Literal["reject", "skip_round", "allow"] | None
     push_type: Literal["float32", "bfloat16", "float16", "int8", "topk"] | None
     pull_type: Literal["float32", "bfloat16", "float16", "int8"] | None
-    topk: float | None
     max_grad_norm: float | None
     local_steps: int | None
-    outer_lr: float | None
-    outer_momentum: float | None
-    outer_nesterov: bool | None
     bucket_bytes: int | None
     overlap: bool | None
     overlap_pulls: bool | None

@@ -93,7 +93,7 @@ class CoordinatorClient:
             instance=secrets.token_hex(16),
             rank=self._settings.rank,
             world_size=self._settings.world_size,
-            expects=self._settings.expectations,
+            expects=self._settings.expect,
             metrics_address=metrics_address,
         )
         answer = self._request_with_retry("POST", JOIN_TRAINER, request, patience=self._settings.join_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict
@@ -27,7 +28,7 @@ class LocalCoordinator(CoordinatorClient):
         if num_trainers > 1:
             text = "strategy local trains in one process, without a cluster; start one process, or use a cluster"
             raise Conflict(text, code="mode_mismatch", expected="world size 1", actual=num_trainers)
-        expected = {name: value for name, value in self._settings.expectations.items() if name != "strategy"}
+        expected: dict[str, Any] = {name: value for name, value in self._settings.expect.items() if name != "strategy"}
         self.joined = TrainerJoined(
             run=RUN,
             rank=0,

@@ -34,11 +34,7 @@ from .settings import TrainerSettings, read_settings
 
 # Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
 _OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()
-_OF_THE_TRAINER = {
-    *("outer_lr", "outer_momentum", "outer_nesterov"),
-    *("bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"),
-}
-DECLARED_SETTINGS = _OF_THE_MODEL | _OF_THE_TRAINER
+DECLARED_SETTINGS = _OF_THE_MODEL | {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
 
 
 class RunClient:
@@ -48,9 +44,8 @@ class RunClient:
     Waits end with the error that ended the run (`TrainerLost`, `RoundTimeout`, …).
     """
 
-    def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
-        """Read the settings: `arguments` are fields of `TrainerSettings`; for None, `GRADPOST_*` is read."""
-        self.settings: TrainerSettings = read_settings(coordinator=coordinator, **arguments)
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.settings = settings
         self.metrics = TrainerMetrics()
         self.results = RoundResults()
         self.steps: list[Started[None]] = []  # that have begun; some may be done
@@ -110,7 +105,8 @@ class RunClient:
                 f"{', '.join(sorted(late))} can be set only before the trainer joins. Pass it to connect(); later "
                 f"a script may set only {', '.join(sorted(DECLARED_SETTINGS))}"
             )
-        self.settings = read_settings(**{**self.settings.model_dump(), **given})
+        changed = read_settings(**given)
+        self.settings = self.settings.model_copy(update={name: getattr(changed, name) for name in given})
 
     # ------------------------------------------------------------------ life
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from dataclasses import fields
-from inspect import Parameter, signature
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from ps_config.environment import CallError, SettingsError
 from ps_config.settings import Settings, describe_problem
-from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
+from ps_protocol.consistency import Consistency
 from ps_protocol.fence import MAX_TEXT
-from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
+from ps_protocol.vocabulary import NonfinitePolicy, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_OF_THE_PLAN = "none: the coordinator's setting"
+_OF_THE_RUN = "none: the coordinator's setting. It must be the same on all trainers"
+_OF_THE_MODE = [field.name for field in fields(Consistency)]
 BUCKET_BYTES = 32 * 1024 * 1024
 JOIN_SECONDS = 10.0
 EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so nothing hides it
@@ -37,8 +35,9 @@ def _rank_in_step(value: object) -> object:
     return os.environ.get("SLURM_PROCID") if value is None and "SLURM_STEP_NUM_TASKS" in os.environ else value
 
 
-def _expected(name: str) -> Any:
-    return declare_setting(name, default=None, description="expected value, as of `mode`")
+def _strategy_of_process(value: object) -> object:
+    """Return None for a strategy of the coordinator, which a common environment or file of settings may have."""
+    return None if value in get_args(Strategy) else value
 
 
 class TrainerSettings(Settings):
@@ -75,28 +74,19 @@ class TrainerSettings(Settings):
         description="under torchrun with several processes on a host: whether these are one trainer, whose rank is "
         "that of the host, and add their gradients up among themselves; else each is a trainer",
     )
-    strategy: Strategy | Literal["local"] | None = declare_setting(
-        "strategy",
+    strategy: Annotated[Literal["local"] | None, BeforeValidator(_strategy_of_process)] = Field(
         default=None,
-        description="expected value, as of `mode`; or `local`: the script trains in its own process, without services",
+        description="`local`: the script trains in its own process, without services. Other strategies are the "
+        "coordinator's",
     )
-    mode: Mode | None = declare_setting(
-        "mode", default=None, description="expected value; a trainer is refused if the coordinator has another value"
+    expect: dict[str, str | int | float | bool] = Field(
+        default={},
+        description='mode settings of the coordinator that the script relies on, such as `{"mode": "sync"}`; a trainer '
+        "is refused if the run has another value",
     )
-    max_delay: int | None = _expected("max_delay")
-    max_staleness: int | None = _expected("max_staleness")
-    wait_for_apply: bool | None = _expected("wait_for_apply")
-    read_consistency: ReadConsistency | None = _expected("read_consistency")
-    max_queued: int | None = _expected("max_queued")
-    compensation: Compensation | None = _expected("compensation")
-    dc_lambda: float | None = _expected("dc_lambda")
-    min_block_size: int | None = Field(default=None, ge=1, description=_OF_THE_PLAN)
-    placement: Placement | None = Field(default=None, description=_OF_THE_PLAN)
-    slice_parameters: bool | None = Field(default=None, description=_OF_THE_PLAN)
-    nonfinite: NonfinitePolicy | None = Field(default=None, description=_OF_THE_PLAN)
-    push_type: PushType | None = Field(default=None, description=_OF_THE_PLAN)
-    pull_type: PullType | None = Field(default=None, description=_OF_THE_PLAN)
-    topk: float | None = Field(default=None, gt=0, le=1, description=_OF_THE_PLAN)
+    nonfinite: NonfinitePolicy | None = Field(default=None, description=_OF_THE_RUN)
+    push_type: PushType | None = Field(default=None, description=_OF_THE_RUN)
+    pull_type: PullType | None = Field(default=None, description=_OF_THE_RUN)
     max_grad_norm: float | None = Field(
         default=None,
         gt=0,
@@ -111,14 +101,6 @@ class TrainerSettings(Settings):
         description="number of steps of the trainer's own optimizer that are pushed as one; 0: no local steps. It "
         "must be the same on all trainers",
     )
-    outer_lr: float | None = Field(
-        default=None,
-        ge=0,
-        description="local steps: the rate of the SGD on the pservers; none: 1, or 1 / number of trainers in the "
-        "asynchronous modes",
-    )
-    outer_momentum: float = Field(default=0.0, ge=0, description="local steps: the momentum of that SGD")
-    outer_nesterov: bool = Field(default=False, description="local steps: whether that momentum is Nesterov's")
     bucket_bytes: int | None = Field(
         default=None,
         ge=1,
@@ -182,54 +164,32 @@ class TrainerSettings(Settings):
         is_alone = self.rank in (None, 0) and self.world_size in (None, 1)
         return is_alone and self.strategy is None and "coordinator" not in self.model_fields_set
 
-    @property
-    def outer_is_set(self) -> bool:
-        """True if a setting of the outer optimizer is given."""
-        return self.outer_lr is not None or bool(self.outer_momentum) or self.outer_nesterov
 
-    @property
-    def expectations(self) -> dict[str, Any]:
-        """The properties of the servers' mode that this trainer expects."""
-        values = {field.name: getattr(self, field.name) for field in fields(Consistency)}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-def show_arguments(function: F) -> F:
-    """Make `help()`, `inspect.signature` and IPython show the settings in place of `**arguments`.
-
-    Editors with pyright read `Unpack[TrainerArguments]`; those with jedi follow `**arguments` from one function to the
-    next, down to `TrainerSettings`.
-    """
-    shown = signature(function)
-    others = [parameter for parameter in shown.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
-    settings = [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=field.annotation,
-        )
-        for name, field in TrainerSettings.model_fields.items()
-        if name != "coordinator"
-    ]
-    function.__signature__ = shown.replace(parameters=[*others, *settings])  # type: ignore[attr-defined]
-    return function
-
-
-def read_settings(**arguments: object) -> TrainerSettings:
+def read_settings(**arguments: Any) -> TrainerSettings:
     """Read the settings once; an argument that is None leaves the choice to the environment, except `metrics_port`.
 
-    Raises TypeError for an argument that is no setting, SettingsError for a value out of range or an unknown
-    `GRADPOST_*` variable.
+    Raises TypeError for an argument or an expectation that is no setting, SettingsError for a value out of range or an
+    unknown `GRADPOST_*` variable.
     """
-    for name in arguments.keys() - TrainerSettings.model_fields.keys():
-        near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
-        raise CallError(f"{name} is not a setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
+    of_the_mode = {"strategy"} if arguments.get("strategy") in get_args(Strategy) else set()
+    _check_names(arguments, TrainerSettings.model_fields.keys() - of_the_mode, "a setting of a trainer")
+    _check_names(arguments.get("expect") or (), _OF_THE_MODE, "a setting of the mode")
     for name in [name for name, value in arguments.items() if value is None and name != "metrics_port"]:
-        arguments.pop(name)  # jedi does not follow arguments that `del` names
+        del arguments[name]
     try:
-        return TrainerSettings(**arguments)  # type: ignore[arg-type]
+        return TrainerSettings(**arguments)
     except ValidationError as error:
         names = {name: name for name in arguments}
         problems = [describe_problem(TrainerSettings, problem, names) for problem in error.errors()]
         raise SettingsError("; ".join(problems)) from None
+
+
+def _check_names(names: Iterable[str], known: Collection[str], what: str) -> None:
+    """Raise CallError for a name that is not known, with the closest one that is."""
+    for name in names:
+        if name in known:
+            continue
+        if name in _OF_THE_MODE:
+            raise CallError(f"{name} is a setting of the coordinator; expect={{{name!r}: …}} checks its value")
+        near = difflib.get_close_matches(name, known, n=1)
+        raise CallError(f"{name} is not {what}" + (f"; did you mean {near[0]}?" if near else ""))

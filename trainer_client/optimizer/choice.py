@@ -32,10 +32,7 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
     local, pulls = settings.local_steps > 0, settings.overlap_pulls
     refused = (
         (rules.is_ring and (local or pulls), "local_steps and overlap_pulls need pservers, and the strategy is ring"),
-        (
-            not local and (has_outer or settings.outer_is_set),
-            "an outer optimizer (outer, outer_lr, …) needs local_steps",
-        ),
+        (not local and has_outer, "an outer optimizer needs local_steps"),
         (
             local and settings.overlap,
             "local_steps cannot be used with overlap: the pushed change is known only after the last local step",

@@ -85,12 +85,6 @@ def _read_own_state(optimizer: Optimizer, model: TrainedModel) -> ParameterState
 
 
 def _make_outer(session: Session, model: TrainedModel) -> Optimizer:
-    settings, joined = session.client.settings, session.client.joined
     # Without an average, N trainers would move the parameters N times as far.
-    mean = 1 / joined.world_size if joined.consistency.is_async else 1.0
-    return torch.optim.SGD(
-        list(model.parameters.values()),
-        lr=mean if settings.outer_lr is None else settings.outer_lr,
-        momentum=settings.outer_momentum,
-        nesterov=settings.outer_nesterov,
-    )
+    rate = 1 / session.client.joined.world_size if session.client.joined.consistency.is_async else 1.0
+    return torch.optim.SGD(list(model.parameters.values()), lr=rate)

@@ -16,7 +16,6 @@ from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 
 from ..client.arguments import TrainerArguments
-from ..client.settings import show_arguments
 from ..engines.model_tensors import find_tensors
 from ..session.frames import hide_frames
 from ..session.session import Session, use_session
@@ -62,7 +61,7 @@ class RemoteOptimizer(WrappingOptimizer):
             trainers take those of the lowest rank) or `leave` (each keeps its own), as in `{"queue*": "leave"}`.
         session: the result of `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
-            `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
+            the rate 1, or 1 / world size in asynchronous modes.
         coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
             `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
 
@@ -71,7 +70,6 @@ class RemoteOptimizer(WrappingOptimizer):
 
     _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
-    @show_arguments
     @hide_frames
     @_pause_collection()
     def __init__(

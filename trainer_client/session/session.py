@@ -16,7 +16,7 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 from ..client.arguments import TrainerArguments
 from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
-from ..client.settings import read_settings, show_arguments
+from ..client.settings import read_settings
 from .frames import drop_frames, hide_frames
 from .host import Host
 from .rendezvous import HostPlace, find_place
@@ -38,7 +38,6 @@ class Session:
 
     _streams: Sequence[KeptStream] = ()
 
-    @show_arguments
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.client, place = _make_client(coordinator, **arguments)
         self.io = self.client.io
@@ -196,14 +195,13 @@ def _make_client(coordinator: str | None, **arguments: Unpack[TrainerArguments])
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
     settings = read_settings(coordinator=coordinator, **arguments)
-    if place is None or not settings.one_trainer_per_host:
-        place = None
-        if settings.trains_alone:
-            print(ALONE, file=sys.stderr)
-            arguments = {**arguments, "strategy": "local"}
-    else:
-        arguments = {**arguments, "rank": place.trainer, "world_size": place.num_trainers}
-    return RunClient(coordinator, **arguments), place
+    if place is not None and settings.one_trainer_per_host:
+        own = {"rank": place.trainer, "world_size": place.num_trainers}
+        return RunClient(settings.model_copy(update=own)), place
+    if settings.trains_alone:
+        print(ALONE, file=sys.stderr)
+        settings = settings.model_copy(update={"strategy": "local"})
+    return RunClient(settings), None
 
 
 def open_session() -> Session | None:
@@ -213,7 +211,6 @@ def open_session() -> Session | None:
     return _current if _current is not None and _current.is_open else None
 
 
-@show_arguments
 @hide_frames
 def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.

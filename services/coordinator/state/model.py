@@ -16,10 +16,7 @@ from ps_protocol.wire_types import WireTypes
 from ..settings import CoordinatorSettings
 
 # Settings that need pservers, and the value that has no effect without them.
-_OF_PSERVERS = {
-    **dict.fromkeys(("min_block_size", "placement", "slice_parameters", "topk")),
-    **{"push_type": "float32", "pull_type": "float32", "local_steps": 0},
-}
+_OF_PSERVERS = {"push_type": "float32", "pull_type": "float32", "local_steps": 0}
 _SAME = "all trainers must build the same model"
 
 
@@ -34,18 +31,17 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
         raise BadModel("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
     if model.max_grad_norm is not None and model.local_steps:
         raise BadModel("max_grad_norm has no effect with local_steps: call clip_grad_norm_ before each local step")
-    wire = WireTypes(
-        model.push_type or settings.push_type, model.pull_type or settings.pull_type, model.topk or settings.topk
-    )
+    push, pull = model.push_type or settings.push_type, model.pull_type or settings.pull_type
+    wire = WireTypes(push, pull, settings.topk)
     wire.check_mode(settings.consistency)
     if wire.pulls_deltas and model.local_steps:
         raise BadModel("pull_type int8 must not be set with local_steps: trainers change the deltas' base version")
     return make_plan(
         parameters,
         num_pservers,
-        min_block_size=model.min_block_size or settings.min_block_size,
-        placement=model.placement or settings.placement,
-        slice_parameters=settings.slice_parameters if model.slice_parameters is None else model.slice_parameters,
+        min_block_size=settings.min_block_size,
+        placement=settings.placement,
+        slice_parameters=settings.slice_parameters,
         buffers=model.buffers,
         optimizer=check_optimizer(model.optimizer, model.group_flags, model.members),
         wire=wire,

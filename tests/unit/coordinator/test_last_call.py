@@ -119,10 +119,10 @@ def test_a_trainer_that_returns_before_the_start_declares_its_model_again(restar
     run = restart_if(declare_model(run, 0, model()), "declaration")
     run = note_heartbeat(note_heartbeat(run, 0, alive(), 0), 1, alive(), LEASE)
     run = restart_if(expire_trainers(run, LEASE + 1, LEASE), "loss")
-    run = restart_if(declare_model(run, 1, model(min_block_size=100)), "other declaration")
-    with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on min_block_size"):
+    run = restart_if(declare_model(run, 1, model(push_type="int8")), "other declaration")
+    with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on push_type"):
         note_heartbeat(run, 0, alive(), LEASE + 2)
     assert run.missing_ranks == [0]
-    assert declare_model(run, 0, model(min_block_size=100)).missing_ranks == []
+    assert declare_model(run, 0, model(push_type="int8")).missing_ranks == []
     alone = note_heartbeat(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
     assert (alone.record.declaration, alone.missing_ranks) == (model(), [1])

@@ -57,7 +57,7 @@ def test_pservers_and_requests_for_them_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"local_steps": 2}, {"push_type": "int8"}, {"min_block_size": 8}, {"slice_parameters": True}, {"topk": 1.0}],
+    [{"local_steps": 2}, {"push_type": "int8"}, {"pull_type": "int8"}],
     ids=str,
 )
 def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, Any]) -> None:

@@ -102,8 +102,7 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
         {"buffers": (("mean", (10,), "F32"),)},
         {"optimizer": "Adagrad", "group_flags": ({"maximize": False},)},
         {"group_flags": ({**SGD_FLAGS, "nesterov": True},)},
-        {"min_block_size": 100}, {"placement": "hash"}, {"slice_parameters": False}, {"nonfinite": "allow"},
-        {"local_steps": 3},
+        {"push_type": "int8"}, {"nonfinite": "allow"}, {"local_steps": 3},
     ],
 )  # fmt: skip
 def test_a_different_declaration_is_refused_with_the_difference(changes: dict[str, Any]):
@@ -155,12 +154,12 @@ def test_deltas_are_refused_where_trainers_do_not_have_the_round_before(
 
 def test_a_declaration_may_change_until_the_plan_is_made():
     run = joined(1)
-    run = declare_model(run, 0, model(min_block_size=100))
+    run = declare_model(run, 0, model(push_type="int8"))
     run = declare_model(run, 0, model())
     run = start_run(run, {0: 1, 1: 1}, None, 0)
     run = declare_model(run, 0, model())  # a retry
     with pytest.raises(ModelMismatch, match="trainer 0"):
-        declare_model(run, 0, model(min_block_size=100))
+        declare_model(run, 0, model(push_type="int8"))
     assert run.record.declaration == model()
 
 

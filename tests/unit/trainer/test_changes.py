@@ -56,7 +56,6 @@ def check(
         ({"local_steps": 2}, {"strategy": "ring"}, {}, "local_steps and overlap_pulls need pservers"),
         (BOTH, {"strategy": "ring"}, {}, "local_steps and overlap_pulls need pservers"),
         ({}, {}, {"has_outer": True}, "needs local_steps"),
-        ({"outer_momentum": 0.9}, {}, {}, "needs local_steps"),
         ({"overlap": True, "local_steps": 2}, {}, {}, "local_steps cannot be used with overlap"),
         ({"local_steps": 2}, {"max_delay": 1}, {}, "local_steps cannot be used with max_delay"),
         ({}, {"mode": "async"}, {"buffer_rules": ("lowest_rank",)}, "lowest_rank of buffers needs rounds"),
@@ -93,7 +92,7 @@ def test_what_does_not_work_together_is_refused(
     [
         (BOTH, {}),
         ({"overlap": True, "max_grad_norm": 1.0}, {}),
-        ({"local_steps": 2, "outer_momentum": 0.9}, {}),
+        ({"local_steps": 2}, {"has_outer": True}),
         ({"overlap": True}, {"has_host": True}),
         ({}, {"has_several": True, "has_host": True}),
     ],

@@ -46,9 +46,15 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"overlap": True}, {"overlap": True, "overlap_pulls": True}, {"max_delay": 2}, {"mode": "async"}],
+    [
+        {},
+        {"overlap": True},
+        {"overlap": True, "overlap_pulls": True},
+        {"expect": {"max_delay": 2}},
+        {"expect": {"mode": "async"}},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_script_trains_as_with_its_own_optimizer(settings: dict[str, Any]) -> None:
     alone = make_model()
     expected = train(alone, torch.optim.Adam(alone.parameters(), lr=0.01))

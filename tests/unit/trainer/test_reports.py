@@ -19,6 +19,7 @@ from trainer_client.client.coordinator_client import make_log
 from trainer_client.client.metrics import MetricsServer
 from trainer_client.client.output import OutputBuffer
 from trainer_client.client.run_client import RunClient
+from trainer_client.client.settings import read_settings
 
 from ..protocol.test_certificates import Authority
 
@@ -62,7 +63,7 @@ def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(Unreachable):
-        RunClient("http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port).join()
+        RunClient(read_settings(coordinator="http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port)).join()
     with socket.create_server(("127.0.0.1", port)):
         pass
 

@@ -28,13 +28,13 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "gradpost.toml"
-    file.write_text('bucket_bytes = 1\nretry_seconds = 1\nplacement = "hash"\n')
+    file.write_text('bucket_bytes = 1\nretry_seconds = 1\npush_type = "int8"\n')
     monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
     monkeypatch.setenv("GRADPOST_RETRY_SECONDS", "2")
-    monkeypatch.setenv("GRADPOST_PLACEMENT", "balanced")
+    monkeypatch.setenv("GRADPOST_PUSH_TYPE", "topk")
     monkeypatch.setenv("RANK", "3")
-    settings = read_settings(placement="round_robin", rank=None)
-    assert (settings.bucket_bytes, settings.retry_seconds, settings.placement) == (1, 2.0, "round_robin")
+    settings = read_settings(push_type="float16", rank=None)
+    assert (settings.bucket_bytes, settings.retry_seconds, settings.push_type) == (1, 2.0, "float16")
     assert settings.rank == 3
 
 
@@ -77,14 +77,20 @@ def test_rank_and_world_size_are_read_as_launchers_set_them(
 def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "ca.pem"
     with pytest.raises(TypeError, match=r"bucket_size is not a setting of a trainer; did you mean bucket_bytes\?"):
-        RunClient(bucket_size=1)
+        read_settings(bucket_size=1)
     with pytest.raises(TypeError, match=r"frobnicate is not a setting of a trainer$"):
-        RunClient(frobnicate=1)
+        read_settings(frobnicate=1)
+    with pytest.raises(TypeError, match=r"mode is a setting of the coordinator; expect=\{'mode': …\} checks its value"):
+        read_settings(mode="sync")
+    with pytest.raises(TypeError, match="strategy is a setting of the coordinator"):
+        read_settings(strategy="ring")
+    with pytest.raises(TypeError, match=r"max_stale is not a setting of the mode; did you mean max_staleness\?"):
+        read_settings(expect={"max_stale": 1})
     with pytest.raises(CertificateError, match=r"the TLS file .*ca\.pem cannot be read: No such file"):
-        RunClient(tls_ca=file)
+        RunClient(read_settings(tls_ca=file))
     file.touch()
     with pytest.raises(ValueError, match="tls_client_ca needs tls_cert and tls_key"):
-        RunClient(tls_client_ca=file)
+        read_settings(tls_client_ca=file)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +100,9 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
         ({"PET_NNODES": "0"}, {}, "PET_NNODES: input should be greater than or equal to 1, not '0'"),
         ({"GRADPOST_COORDINATOR": "ftp://x:1"}, {}, "GRADPOST_COORDINATOR: expected a base URL such as "
          "http://10.0.0.5:7070, got 'ftp://x:1', not 'ftp://x:1'"),
-        ({"GRADPOST_MAX_GRAD_NORM": "1", "GRADPOST_TOPK": "2"}, {"max_grad_norm": "a"},
-         "GRADPOST_TOPK: input should be less than or equal to 1, not '2'; max_grad_norm: input should be a valid "
-         "number, unable to parse string as a number, not 'a'"),
+        ({"GRADPOST_MAX_GRAD_NORM": "1", "GRADPOST_LOCAL_STEPS": "-1"}, {"max_grad_norm": "a"},
+         "max_grad_norm: input should be a valid number, unable to parse string as a number, not 'a'; "
+         "GRADPOST_LOCAL_STEPS: input should be greater than or equal to 0, not '-1'"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_reported_with_the_name_of_its_source(
