@@ -69,22 +69,21 @@ def main() -> None:
     optimizer = gradpost.RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
 
-    losses: list[float] = []
     # Started again, or resumed: data and schedule continue after the rounds that are in the parameters.
-    for inputs, labels in optimizer.batches(loader, epochs=options.epochs, schedule=schedule):
-        optimizer.zero_grad()
-        loss: Tensor = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        epoch, step = divmod(optimizer.round, len(loader))
-        if step == 0:
+    for epoch, batches in optimizer.epochs(loader, options.epochs, schedule=schedule):
+        losses: list[float] = []
+        for inputs, labels in batches:
+            optimizer.zero_grad()
+            loss: Tensor = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        if losses:
             mean = sum(losses) / len(losses)
-            losses.clear()
             session.report(loss=mean)
             if session.rank == 0:
-                print(f"epoch {epoch:2} of {options.epochs}  loss {mean:.4f}")
+                print(f"epoch {epoch + 1:2} of {options.epochs}  loss {mean:.4f}")
 
     accuracy = measure_accuracy(model, held_out)
     session.report(accuracy=accuracy)

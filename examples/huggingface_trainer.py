@@ -8,7 +8,7 @@ data; schedules, accumulation, clipping and logging are the Trainer's own. What 
 `max_grad_norm` clips what each process has computed, before it is pushed, and not the mean of all. What the Trainer
 saves has the optimizer's slots; a run that was stopped goes on from what the pservers keep, too. The Trainer counts its
 own steps: a script that is started again trains all its epochs once more, on top of the rounds that the run has, and a
-warning says so. A loop that takes its batches from `optimizer.batches`, as in examples/digits.py, continues instead.
+warning says so. A loop over `optimizer.epochs`, as in examples/digits.py, continues instead.
 """
 
 from __future__ import annotations

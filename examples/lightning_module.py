@@ -8,7 +8,7 @@ part of the data; schedules, accumulation, clipping and metrics are Lightning's 
 "ddp": `gradient_clip_val` clips what each process has computed, before it is pushed, and not the mean of all. What
 Lightning saves is for using the model: a run goes on from what the pservers keep. Lightning counts its own steps: a
 script that is started again trains all its epochs once more, on top of the rounds that the run has, and a warning says
-so. A loop that takes its batches from `optimizer.batches`, as in examples/digits.py, continues instead.
+so. A loop over `optimizer.epochs`, as in examples/digits.py, continues instead.
 """
 
 from __future__ import annotations

@@ -121,10 +121,11 @@ import gradpost
 session = gradpost.connect()
 sampler = DistributedSampler(data, session.world_size, session.rank)
 optimizer = gradpost.RemoteOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model=model)
-for inputs, labels in optimizer.batches(DataLoader(data, batch_size=16, sampler=sampler), epochs=5):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
+for epoch, batches in optimizer.epochs(DataLoader(data, batch_size=16, sampler=sampler), 5):
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
 optimizer.synchronize()
 loss = nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]).item()
 print("end", session.rank, loss, [value for p in model.parameters() for value in p.flatten().tolist()])

@@ -249,8 +249,8 @@ torch.manual_seed(0)
 model = torch.nn.Linear(8, 3)
 optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), model=model)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=30)
-for epoch in range(3):
-    for (inputs,) in optimizer.batches(loader, schedule=schedule):
+for epoch, batches in optimizer.epochs(loader, 3, schedule=schedule):
+    for (inputs,) in batches:
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()

@@ -23,8 +23,8 @@ class NamedOptimizer(WrappingOptimizer):
 
     Made by `wrap_optimizers`. Hyperparameters, schedulers, `zero_grad`, `state_dict` and `load_state_dict` are its own,
     too. The rest of the run (`round`, `epochs`, `synchronize`, …) is that of `remote`, the RemoteOptimizer that all of
-    them share. `remote.epochs` and `remote.batches` expect one step of each optimizer with a batch. A restart between
-    these steps repeats the batch.
+    them share. `remote.epochs` expects one step of each optimizer with a batch. A restart between these steps repeats
+    the batch.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which refuses it

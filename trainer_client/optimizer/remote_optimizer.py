@@ -21,9 +21,9 @@ from ..session.frames import hide_frames
 from ..session.session import Session, use_session
 from .choice import check_combination, make_state, start_engine
 from .divided_work import divide_work
+from .epochs import Position, ResumableEpochs
 from .loss_scaling import check_scaling, unscale_gradients
 from .overlap import attach_overlap
-from .resumable_batches import Position, ResumableBatches
 from .script_guard import ScriptGuard
 from .step_measures import StepMeasures
 from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters
@@ -108,7 +108,7 @@ class RemoteOptimizer(WrappingOptimizer):
             client.log,
             expects_whole=self._work.has_rounds and self._session.world_size > 1,
         )
-        self._batches = ResumableBatches(
+        self._epochs = ResumableEpochs(
             lambda: Position(progress.num_rollbacks, progress.begun // self._work.num_optimizers),
             client.settings.local_steps,
             client.log.warning,
@@ -147,41 +147,21 @@ class RemoteOptimizer(WrappingOptimizer):
 
         for epoch, batches in optimizer.epochs(loader, 10, schedule=schedule):
             for inputs, labels in batches:
-                ...  # as for `batches`
+                optimizer.zero_grad()
+                loss_of(model(inputs), labels).backward()
+                optimizer.step()
+                schedule.step()
             print(epoch, evaluate(model))
 
-        A resumed script begins with the epoch that the run is in, and may do again what follows its batches. A script
-        that has loaded a checkpoint of its own, with its schedule, gives the `first_epoch` after it. The other
-        arguments are those of `batches`.
+        A restarted or resumed script continues after the batches of the run's rounds, and may do again what follows the
+        batches of an epoch; a rollback repeats batches. The order of the data must be a function of the epoch, as that
+        of a DistributedSampler is: `set_epoch` of the loader and its samplers is called. `batches_per_step` is for
+        scripts that accumulate gradients. A `schedule` that the script steps once after each `step()` is stepped to the
+        first batch. A script that has loaded a checkpoint of its own, with its schedule, gives the `first_epoch` after
+        it. A further call continues after the batches of the calls before.
         """
         self._guard.has_read_position = True
-        return self._batches.iterate_epochs(loader, epochs, batches_per_step, schedule, first_epoch)
-
-    def batches(
-        self,
-        loader: Iterable[Any],
-        *,
-        epochs: int = 1,
-        first_epoch: int = 0,
-        batches_per_step: int = 1,
-        schedule: LRScheduler | None = None,
-    ) -> Iterator[Any]:
-        """Yield the batches of `epochs` passes over a loader that are not in the run yet.
-
-        for inputs, labels in optimizer.batches(loader, epochs=3, schedule=schedule):
-            optimizer.zero_grad()
-            loss_of(model(inputs), labels).backward()
-            optimizer.step()
-            schedule.step()
-
-        A restarted or resumed script continues after the batches of the run's rounds; a rollback repeats batches.
-        The order of the data must be a function of the epoch, as that of a DistributedSampler is: `set_epoch` of the
-        loader and its samplers is called. `batches_per_step` is for scripts that accumulate gradients. A `schedule`
-        that the script steps once after each `step()` is stepped to the first batch. `first_epoch` is for a script that
-        has loaded a checkpoint of its own, as in `epochs`. A call for each epoch is possible; `epochs` is better.
-        """
-        self._guard.has_read_position = True
-        return self._batches.iterate(loader, epochs, batches_per_step, schedule, first_epoch)
+        return self._epochs.iterate(loader, epochs, batches_per_step, schedule, first_epoch)
 
     @property
     def grad_norm(self) -> float | None:
@@ -233,7 +213,7 @@ class RemoteOptimizer(WrappingOptimizer):
             return loss  # the run went back: the gradients are of a step that is lost
         self._follow_groups()
         self._state.check_changes()
-        self._guard.check(self._wrapped, follows_schedule=self._batches.schedule is not None)
+        self._guard.check(self._wrapped, follows_schedule=self._epochs.schedule is not None)
         try:
             if self._overlap is not None:
                 self._overlap.finish_passes()

@@ -147,8 +147,7 @@ class ScriptGuard:
         if not self.has_read_position:
             self._log.warning(
                 f"the run is at round {round_}, but the script has not read optimizer.round, so it may repeat batches. "
-                "Take batches from optimizer.epochs(loader, …) or optimizer.batches(loader, …), or begin the loop and "
-                "its schedules at optimizer.round"
+                "Iterate over optimizer.epochs(loader, …), or begin the loop and its schedules at optimizer.round"
             )
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         has_schedule = any(hasattr(stepped.step, "_wrapped_by_lr_sched") for stepped in (self._optimizer, wrapped))
@@ -156,7 +155,7 @@ class ScriptGuard:
         if has_schedule and is_at_start and not follows_schedule:
             self._log.warning(
                 f"the run is at round {round_}, and the learning rates are those with which this script's "
-                "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "
+                "schedule begins: give it to optimizer.epochs(loader, …, schedule=…), or step it once for each round "
                 "of optimizer.round before the loop"
             )
 

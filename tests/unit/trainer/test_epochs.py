@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from ps_protocol.errors import BadModel
-from trainer_client.optimizer.resumable_batches import Position, ResumableBatches
+from trainer_client.optimizer.epochs import Position, ResumableEpochs
 
 EPOCHS = 3
 
@@ -86,30 +86,42 @@ LOADERS: dict[str, Any] = {
 }
 
 
-def lists(batches: Iterator[Any]) -> list[Any]:
-    return [torch.as_tensor(batch).tolist() for batch in batches]
+def flat(epochs: Iterator[tuple[int, Iterator[Any]]]) -> Iterator[Any]:
+    return (batch for _, batches in epochs for batch in batches)
+
+
+def lists(epochs: Iterator[tuple[int, Iterator[Any]]]) -> list[Any]:
+    return [torch.as_tensor(batch).tolist() for batch in flat(epochs)]
+
+
+def at(round_: int, steps_per_round: int = 1) -> ResumableEpochs:
+    return ResumableEpochs(lambda: Position(0, round_), steps_per_round)
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_a_resumed_loop_gets_the_batches_after_its_round(make: Any) -> None:
-    whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(make(), EPOCHS))
+    whole = lists(at(0).iterate(make(), EPOCHS))
     for done in (1, 2, len(whole) // EPOCHS, len(whole) // 2, len(whole) - 1, len(whole), len(whole) + 5):
-        position = Position(0, done)
-        assert lists(ResumableBatches(lambda position=position: position).iterate(make(), EPOCHS)) == whole[done:]
+        assert lists(at(done).iterate(make(), EPOCHS)) == whole[done:]
     if make in (LOADERS["shuffled"], LOADERS["shuffled in a batch sampler"]):
         assert whole[:3] != whole[3:6]  # another order in each epoch
 
 
 @pytest.mark.parametrize(("steps_per_round", "done"), [(1, 6), (2, 12)])
 def test_a_round_has_the_batches_of_its_steps(steps_per_round: int, done: int) -> None:
-    whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), 5))
-    rest = ResumableBatches(lambda: Position(0, 2), steps_per_round).iterate(shuffled(Numbers()), 5, batches_per_step=3)
+    whole = lists(at(0).iterate(shuffled(Numbers()), 5))
+    rest = at(2, steps_per_round).iterate(shuffled(Numbers()), 5, batches_per_step=3)
     assert lists(rest) == whole[done:] != []
+
+
+def test_a_round_of_local_steps_goes_on_in_the_next_epoch() -> None:
+    assert lists(at(1, 4).iterate(range(6), 2)) == [4, 5, *range(6)]
+    assert lists(at(2, 4).iterate(range(6), 2)) == [2, 3, 4, 5]
 
 
 def test_batches_of_earlier_rounds_are_not_loaded() -> None:
     data = Numbers()
-    [rest] = ResumableBatches(lambda: Position(0, 5)).iterate(shuffled(data), 2)
+    [rest] = flat(at(5).iterate(shuffled(data), 2))
     assert data.loaded == rest.tolist()
 
 
@@ -138,12 +150,17 @@ def take(
 
 def train(state: dict[str, Any], *, stop_at: int | None = None, back_to: int = 1) -> None:
     """Run a script that takes batches in several calls, of two loaders, and steps a schedule with each."""
-    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
+    epochs = follow(state)
     _, schedule = make_schedule()
     first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
-    for loader in (first, first, second, first):
-        if not take(state, batches.iterate(loader, 1, 1, schedule), schedule, stop_at, back_to):
-            return
+    for loader, number in ((first, 0), (first, 1), (second, 0), (first, 2)):
+        for _, batches in epochs.iterate(loader, number + 1, 1, schedule, number):
+            if not take(state, batches, schedule, stop_at, back_to):
+                return
+
+
+def follow(state: dict[str, Any]) -> ResumableEpochs:
+    return ResumableEpochs(lambda: Position(state["rollbacks"], state["round"]))
 
 
 def new_state(lost_at: int | None = None) -> dict[str, Any]:
@@ -169,12 +186,12 @@ def test_each_call_continues_behind_those_before_it() -> None:
 
 def train_epochs(state: dict[str, Any], *, stop_at: float | None = None, first_epoch: int = 0, steps: int = 0) -> None:
     """Run a script with a loop over epochs, which stops before a step, or half a round later at the end of an epoch."""
-    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
+    epochs = follow(state)
     optimizer, schedule = make_schedule()
     for _ in range(steps):  # as a loaded one has taken
         optimizer.step()
         schedule.step()
-    for epoch, rest in batches.iterate_epochs(shuffled(Numbers()), 4, 1, schedule, first_epoch):
+    for epoch, rest in epochs.iterate(shuffled(Numbers()), 4, 1, schedule, first_epoch):
         if not take(state, rest, schedule, stop_at, back_to=2) or state["round"] - 0.5 == stop_at:
             return
         state["ends"].append((epoch, state["round"]))
@@ -202,42 +219,42 @@ def test_a_resumed_loop_over_epochs_begins_with_the_epoch_that_was_not_over() ->
 
 
 def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
-    batches = ResumableBatches(lambda: Position(0, 0))
-    unfinished = batches.iterate([1, 2], 1)
+    epochs = at(0)
+    unfinished = epochs.iterate([1, 2], 1)
     next(unfinished)
-    with pytest.raises(BadModel, match="iterator is unfinished"):
-        next(batches.iterate([3], 1))
+    with pytest.raises(BadModel, match="is not over"):
+        next(epochs.iterate([3], 1))
     unfinished.close()
-    assert next(batches.iterate([3], 1)) == 3
+    assert lists(epochs.iterate([3], 1)) == [3]
 
 
 def test_a_schedule_loaded_by_the_script_is_moved_by_the_missing_steps() -> None:
     state = {"rollbacks": 0, "round": 3}
-    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
     optimizer, schedule = make_schedule()
     for _ in range(2):
         optimizer.step()
         schedule.step()
-    iterator = batches.iterate(range(9), 1, 1, schedule)
-    assert (next(iterator), optimizer.param_groups[0]["lr"]) == (3, 0.5**3)
+    epochs = follow(state).iterate(range(9), 1, 1, schedule)
+    _, batches = next(epochs)
+    assert (next(batches), optimizer.param_groups[0]["lr"]) == (3, 0.5**3)
     state.update(rollbacks=1, round=2)
-    assert (next(iterator), optimizer.param_groups[0]["lr"]) == (2, 0.5**2)
+    assert (next(batches), optimizer.param_groups[0]["lr"]) == (2, 0.5**2)
     state.update(rollbacks=2, round=1)
     with pytest.raises(BadModel, match=r"had taken 2 steps before the first call .* the run has taken 1"):
-        next(iterator)
+        next(batches)
 
 
 def test_a_schedule_that_is_not_stepped_with_each_step_is_refused() -> None:
-    rounds = [0]
-    iterator = ResumableBatches(lambda: Position(0, rounds[0])).iterate(range(2), 1, 1, make_schedule()[1])
-    next(iterator)
-    rounds[0] = 1
+    state = {"rollbacks": 0, "round": 0}
+    epochs = follow(state).iterate(range(2), 1, 1, make_schedule()[1])
+    _, batches = next(epochs)
+    next(batches)
+    state["round"] = 1
     with pytest.raises(BadModel, match=r"once after each optimizer\.step\(\).* 1 steps .* after round 1"):
-        next(iterator)
+        next(batches)
 
 
 @pytest.mark.parametrize("make", [ReduceLROnPlateau, lambda _: ChainedScheduler([make_schedule()[1]])])
 def test_a_schedule_whose_steps_cannot_be_repeated_is_refused(make: Any) -> None:
-    batches = ResumableBatches(lambda: Position(0, 0))
     with pytest.raises(BadModel, match=r"Leave schedule= out"):
-        next(batches.iterate([1], 1, 1, make(make_schedule()[0])))
+        next(at(0).iterate([1], 1, 1, make(make_schedule()[0])))
