@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
@@ -21,8 +23,7 @@ from ..engines.pserver import PserverEngine
 from ..session.collectives import choose_device
 from ..session.session import Session
 from .divided_work import DividedWork
-from .parameter_watch import check_model
-from .script_guard import ScriptGuard
+from .guard import ScriptGuard
 from .wrapped_state import StateInTrainer, StateOnPservers, WrappedState
 
 
@@ -80,8 +81,19 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
     for is_refused, reason in refused:
         if is_refused:
             raise BadModel(reason)
-    if not local:
-        check_model(model.module, model.parameters.values())
+    if not local and model.module is not None:
+        _check_embeddings(model.module, model.parameters.values())
+
+
+def _check_embeddings(module: nn.Module, trained: Collection[Tensor]) -> None:
+    identities = set(map(id, trained))
+    for name, part in module.named_modules():
+        has_max_norm = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+        if has_max_norm and id(part.weight) in identities:
+            raise BadModel(
+                f"module {name!r} has max_norm, which writes to its weight in each forward pass, and the next pull "
+                "would overwrite that; normalise the vectors in forward instead, with torch.nn.functional.normalize"
+            )
 
 
 class StartedEngine(NamedTuple):

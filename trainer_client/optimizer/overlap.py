@@ -26,7 +26,7 @@ from ..session.session import Session
 from ..transport.tensors import Flattening
 from .choice import StartedEngine
 from .divided_work import DividedWork
-from .parameter_watch import ParameterWatch
+from .guard import ParameterWatch
 
 
 class Overlap:

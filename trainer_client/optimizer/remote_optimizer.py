@@ -22,9 +22,9 @@ from ..session.session import Session, use_session
 from .choice import check_combination, make_state, start_engine
 from .divided_work import divide_work
 from .epochs import Position, ResumableEpochs
+from .guard import ScriptGuard
 from .loss_scaling import check_scaling, unscale_gradients
 from .overlap import attach_overlap
-from .script_guard import ScriptGuard
 from .step_measures import StepMeasures
 from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters
 
@@ -213,7 +213,7 @@ class RemoteOptimizer(WrappingOptimizer):
             return loss  # the run went back: the gradients are of a step that is lost
         self._follow_groups()
         self._state.check_changes()
-        self._guard.check(self._wrapped, follows_schedule=self._epochs.schedule is not None)
+        self._guard.check()
         try:
             if self._overlap is not None:
                 self._overlap.finish_passes()

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from ps_protocol.fields import MAX_OWN_RESULTS, OWN_RESULTS
 
 from ..engines.combined_optimizer import members_of
-from .parameter_watch import view_in_memory
 
 PERIOD_SECONDS = 1.0
 PAUSE = 200  # times the duration of a measure, which grows with the number of parameters
@@ -31,7 +30,7 @@ SAMPLED = 4096  # elements of a parameter
 
 
 @dataclass
-class _Measured:
+class _Member:
     """One of the script's optimizers."""
 
     suffix: str  # of the names of its curves
@@ -57,14 +56,13 @@ class StepMeasures:
         self._expects_whole = expects_whole
         self._log = log
         self._report = report
-        members = {f"/{name}" if name else "": member for name, member in members_of(optimizer).items()}
         names = {id(parameter): name for name, parameter in parameters.items()}
-        self._measured: dict[str, _Measured] = {}  # by the name of a parameter
-        for suffix, member in list(members.items())[: MAX_OWN_RESULTS // 4]:
-            own = [parameter for group in member.param_groups for parameter in group["params"]]
-            measured = _Measured(suffix, member, own)
-            self._measured |= {names[id(parameter)]: measured for parameter in own if id(parameter) in names}
-        self._sampled: tuple[_Measured, Tensor] | None = None  # before the step that was measured
+        self._member_of: dict[str, _Member] = {}  # by the name of a parameter
+        for name, one in list(members_of(optimizer).items())[: MAX_OWN_RESULTS // 4]:
+            own = [parameter for group in one.param_groups for parameter in group["params"]]
+            member = _Member(f"/{name}" if name else "", one, own)
+            self._member_of |= {names[id(parameter)]: member for parameter in own if id(parameter) in names}
+        self._sampled: tuple[_Member, Tensor] | None = None  # before the step that was measured
         self._waited, self._since = 0.0, perf_counter()
 
     @contextmanager
@@ -72,12 +70,11 @@ class StepMeasures:
         """Measure the step that the block takes with these gradients. A measure that fails is left out."""
         began = perf_counter()
         try:
-            self._finish_sample()
-            measured = self._measured.get(next(iter(gradients), ""))
-            if measured is not None and began >= measured.due:
-                measured.due = began + PERIOD_SECONDS
-                self._measure(measured, gradients, began)
-                measured.due += PAUSE * (perf_counter() - began)
+            self._measure_update()
+            member = self._member_of.get(next(iter(gradients), ""))
+            if member is not None and began >= member.due:
+                self._measure(member, gradients, began)
+                member.due = began + PERIOD_SECONDS + PAUSE * (perf_counter() - began)
         except Exception as error:
             self._log.debug(f"a step was not measured: {error!r}")
         began = perf_counter()
@@ -86,43 +83,42 @@ class StepMeasures:
         finally:
             self._waited += perf_counter() - began
 
-    def _finish_sample(self) -> None:
-        if self._sampled is None:
-            return
-        (measured, before), self._sampled = self._sampled, None
-        change, norm = torch.dist(_sample(measured.parameters), before), before.norm()
-        self._tell(measured, update_ratio=float(change / norm) if norm else math.nan)
+    def _measure_update(self) -> None:
+        if self._sampled is not None:
+            (member, before), self._sampled = self._sampled, None
+            change, norm = torch.dist(_sample(member.parameters), before), before.norm()
+            self._add(member, update_ratio=float(change / norm) if norm else math.nan)
 
-    def _measure(self, measured: _Measured, gradients: Mapping[str, Tensor], now: float) -> None:
+    def _measure(self, member: _Member, gradients: Mapping[str, Tensor], now: float) -> None:
         norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
-        self._tell(measured, gradient_norm=norm)
+        self._add(member, gradient_norm=norm)
         if self._expects_whole:
-            self._warn_of_clipping(measured, norm, float(next(iter(gradients.values())).norm()))
-        rate = measured.optimizer.param_groups[0].get("lr")
+            self._warn_of_clipping(member, norm, float(next(iter(gradients.values())).norm()))
+        rate = member.optimizer.param_groups[0].get("lr")
         if isinstance(rate, float | int | Tensor):  # some optimizers have none, or compute it
-            self._tell(measured, learning_rate=float(rate))
+            self._add(member, learning_rate=float(rate))
         if self._waited:
             self._report({f"{OWN_RESULTS}waiting_share": self._waited / (now - self._since)})
         self._waited, self._since = 0.0, now
-        self._sampled = measured, _sample(measured.parameters)
+        self._sampled = member, _sample(member.parameters)
 
-    def _warn_of_clipping(self, measured: _Measured, norm: float, part: float) -> None:
+    def _warn_of_clipping(self, member: _Member, norm: float, part: float) -> None:
         """Log once that different gradients have the same round norm, which is what `clip_grad_norm_` leaves."""
         limit = float(f"{norm:.3g}")  # with four digits, norms that vary by a percent are a false alarm in days
         is_round = norm < math.inf and math.isclose(norm, limit, rel_tol=ROUNDING)
-        if not is_round or any(known != limit for known, _ in measured.norms):
-            measured.norms.clear()
+        if not is_round or any(known != limit for known, _ in member.norms):
+            member.norms.clear()
         if is_round:
-            measured.norms.add((limit, f"{part:.3g}"))
-        if len(measured.norms) == NUM_CLIPPED:
+            member.norms.add((limit, f"{part:.3g}"))
+        if len(member.norms) == NUM_CLIPPED:
             self._expects_whole = False
             self._log.warning(
                 f"the gradients of this trainer have the norm {limit:g}, as after clip_grad_norm_, and the mean of all "
                 f"trainers is not what one process clips. Use RemoteOptimizer(…, max_grad_norm={limit:g}) instead"
             )
 
-    def _tell(self, measured: _Measured, **values: float) -> None:
-        self._report({f"{OWN_RESULTS}{name}{measured.suffix}": value for name, value in values.items()})
+    def _add(self, member: _Member, **values: float) -> None:
+        self._report({f"{OWN_RESULTS}{name}{member.suffix}": value for name, value in values.items()})
 
 
 def _sample(parameters: list[Tensor]) -> Tensor:
@@ -132,10 +128,8 @@ def _sample(parameters: list[Tensor]) -> Tensor:
     """
     found = defaultdict[torch.device, list[Tensor]](list)
     for parameter in parameters:
-        sample = flat = view_in_memory(parameter)
-        if flat.numel() > SAMPLED:
-            sample = flat[:: -(-flat.numel() // SAMPLED)].to(torch.float64)
-            sample = sample * math.sqrt(flat.numel() / sample.numel())  # the sample may be a view of the parameter
-        found[sample.device].append(sample)
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, -(-flat.numel() // SAMPLED))].to(torch.float64)
+        found[sample.device].append(sample * math.sqrt(flat.numel() / max(1, sample.numel())))
     # A device is waited for once, not for each of its parameters.
-    return torch.cat([torch.cat(samples).cpu().to(torch.float64) for samples in found.values()])
+    return torch.cat([torch.cat(samples).cpu() for samples in found.values()])

@@ -16,7 +16,7 @@ from ps_protocol.optimizers import OptimizerSpec
 from ..engines.pserver import PserverEngine
 from ..engines.torch_state import full_groups, read_state, write_state
 from ..session.session import Session
-from .script_guard import ScriptGuard
+from .guard import ScriptGuard
 
 
 class InitializedState(defaultdict[Tensor, Any]):

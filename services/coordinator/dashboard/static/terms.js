@@ -29,7 +29,7 @@ const TERMS = {
   memory: "The main memory that the process occupies.",
   gpu: "The memory that torch has allocated for tensors on CUDA devices.",
   disk: "Bytes that the process reads from or writes to disks per second.",
-  remaining: "The time until the slowest trainer has taken all steps of optimizer.batches(…) at the present speed; unknown without it.",
+  remaining: "The time until the slowest trainer has taken all steps of optimizer.epochs(…) at the present speed; unknown without it.",
   learning_rate: "The learning rate of the first parameter group in the script.",
   gradient_norm: "The norm of the trainer's own gradient, before it is averaged and clipped.",
   waiting_share: "The share of time that the script spends in step(): sending, waiting for others and receiving. The slowest trainer has the smallest.",
