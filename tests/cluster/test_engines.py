@@ -22,7 +22,7 @@ from trainer_client.engines.local import LocalEngine
 from trainer_client.engines.pserver import PserverEngine
 from trainer_client.session import rendezvous
 from trainer_client.session import session as session_module
-from trainer_client.session.rendezvous import HostPlace
+from trainer_client.session.host import HostPlace
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.work import Work, pause
 

@@ -13,8 +13,8 @@ import yaml
 
 from ps_config.environment import KNOWN_VARIABLES
 from ps_config.hosts import reachable_host
-from trainer_client.client.metrics import MetricsServer, TrainerMetrics
 from trainer_client.client.settings import TrainerSettings
+from trainer_client.client.telemetry import MetricsServer, TrainerMetrics
 
 from .conftest import ROOT
 

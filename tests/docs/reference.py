@@ -37,8 +37,8 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.scopes import ROUTE_SCOPES
 from services.runtime.settings import ServiceSettings
-from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.settings import TrainerSettings
+from trainer_client.client.telemetry import TrainerMetrics
 from trainer_client.optimizer.named_optimizers import NamedOptimizer
 
 from ..unit.coordinator.support import make_cluster

@@ -46,9 +46,9 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 
 from ..transport.work import Signal
 from .news import Attempt, News
-from .output import OutputBuffer, describe_script
 from .pserver_connection import PserverConnection
 from .settings import TrainerSettings
+from .telemetry import OutputBuffer, describe_script
 
 RETRY_SECONDS = 0.1
 PLAN_WAIT_SECONDS = 5.0

@@ -33,8 +33,8 @@ from ps_protocol.vocabulary import Incarnation
 
 from ..transport.exchange import Exchange
 from ..transport.work import Work, pause
-from .metrics import TrainerMetrics
 from .news import News
+from .telemetry import TrainerMetrics
 
 T = TypeVar("T")
 

@@ -23,10 +23,10 @@ from ..transport.work import Batch, Work, together
 from .buckets import Bucket, FrameParts, make_buckets
 from .coordinator_client import CoordinatorClient
 from .error_feedback import ErrorFeedback
-from .metrics import TrainerMetrics
 from .news import Attempt
 from .pserver_client import PserverClient
 from .round_results import NormAgreement, RoundResults, finish_rounds
+from .telemetry import TrainerMetrics
 
 T = TypeVar("T")
 

@@ -25,12 +25,12 @@ from ..transport.work import Work
 from .arguments import TrainerArguments
 from .coordinator_client import CoordinatorClient
 from .local_coordinator import LocalCoordinator
-from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
 from .pserver_group import DeclaredRun, PserverGroup
 from .round_results import RoundResults
 from .settings import TrainerSettings, read_settings
+from .telemetry import MetricsServer, TrainerMetrics
 
 # Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
 _OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()

@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
 
+from ..engines.engine import StepProgress
+from ..session.session import Session
+
 RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -175,6 +178,17 @@ class ResumableEpochs:
         if topic not in self._warned:
             self._warned.add(topic)
             self._warn(text)
+
+
+def follow_run(session: Session, progress: StepProgress, num_optimizers: int) -> ResumableEpochs:
+    """Return the epochs of a script, each of whose optimizers takes a step with a batch."""
+    client = session.client
+    return ResumableEpochs(
+        lambda: Position(progress.num_rollbacks, progress.begun // num_optimizers),
+        client.settings.local_steps,
+        client.log.warning,
+        lambda rounds: client.coordinator.note_script(total_rounds=rounds * num_optimizers),
+    )
 
 
 class _Schedule:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ps_protocol.errors import BadModel
 
 from ..engines.combined_optimizer import CombinedOptimizer, step_without_hooks
-from ..session.frames import hide_frames
+from ..session.script import hide_frames
 from ..session.session import Session
 from .remote_optimizer import RemoteOptimizer
 from .wrapped_optimizer import WrappingOptimizer
@@ -54,11 +54,7 @@ class NamedOptimizer(WrappingOptimizer):
         """
         if getattr(self, "found_inf", None) is not None:
             raise BadModel("a GradScaler needs a run with one optimizer. Use bfloat16, whose losses need no scaling")
-        vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        self._follow_groups()
-        self._state.check_changes()
+        loss = self._begin_step(closure)
         with self._set_others_aside():
             step_without_hooks(self.remote)
         return loss

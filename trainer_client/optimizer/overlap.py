@@ -24,8 +24,7 @@ from ..engines.model_tensors import TrainedModel
 from ..engines.pserver import PserverEngine
 from ..session.session import Session
 from ..transport.tensors import Flattening
-from .choice import StartedEngine
-from .divided_work import DividedWork
+from .choice import DividedWork, StartedEngine
 from .guard import ParameterWatch
 
 

@@ -17,16 +17,14 @@ from ps_protocol.vocabulary import Round
 
 from ..client.arguments import TrainerArguments
 from ..engines.model_tensors import find_tensors
-from ..session.frames import hide_frames
+from ..session.script import hide_frames
 from ..session.session import Session, use_session
-from .choice import check_combination, make_state, start_engine
-from .divided_work import divide_work
-from .epochs import Position, ResumableEpochs
+from .choice import check_combination, divide_work, make_state, start_engine
+from .epochs import follow_run
 from .guard import ScriptGuard
-from .loss_scaling import check_scaling, unscale_gradients
 from .overlap import attach_overlap
-from .step_measures import StepMeasures
-from .wrapped_optimizer import WrappingOptimizer, describe_hyper_parameters
+from .step_measures import measure_steps
+from .wrapped_optimizer import WrappingOptimizer, check_scaling, describe_hyper_parameters, unscale_gradients
 
 
 @contextmanager
@@ -87,12 +85,11 @@ class RemoteOptimizer(WrappingOptimizer):
         super().__init__(optimizer)
         tensors = find_tensors(optimizer, model, buffers or {})
         self._session = use_session(session, coordinator, **arguments)
-        client = self._session.client
         # 2. Decide what steps where. Nothing is sent, and an error leaves the script's optimizer as it was.
         check_combination(self._session, optimizer, tensors, has_outer=outer is not None)
         self._work = divide_work(self._session, optimizer, outer, tensors)
         # 3. Declare the model, and pull the initial values. Blocks for all trainers and pservers.
-        client.coordinator.note_script(optimizer=describe_hyper_parameters(optimizer))
+        self._session.client.coordinator.note_script(optimizer=describe_hyper_parameters(optimizer))
         started = start_engine(self._session, self._work)
         self._engine = started.engine
         # 4. Attach to the script's optimizer and model, which have the initial values now.
@@ -100,20 +97,8 @@ class RemoteOptimizer(WrappingOptimizer):
         state = make_state(self, optimizer, self._work, started, self._session, self._guard)
         self._share(state, lambda: self._session.is_open)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
-        progress = self._engine.progress
-        self._measures = StepMeasures(
-            optimizer,
-            tensors.parameters,
-            client.coordinator.report_measures,
-            client.log,
-            expects_whole=self._work.has_rounds and self._session.world_size > 1,
-        )
-        self._epochs = ResumableEpochs(
-            lambda: Position(progress.num_rollbacks, progress.begun // self._work.num_optimizers),
-            client.settings.local_steps,
-            client.log.warning,
-            lambda rounds: client.coordinator.note_script(total_rounds=rounds * self._work.num_optimizers),
-        )
+        self._measures = measure_steps(self._session, optimizer, self._work)
+        self._epochs = follow_run(self._session, self._engine.progress, self._work.num_optimizers)
 
     @property
     def session(self) -> Session:
@@ -206,13 +191,9 @@ class RemoteOptimizer(WrappingOptimizer):
         self._session.check_open("step()")
         policy = self._session.client.run.nonfinite if self._work.has_rounds else None
         check_scaling(self, policy, is_overlapped=self._overlap is not None)
-        vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = self._begin_step(closure)
         if self._overlap is not None and self._overlap.finish_pull():
             return loss  # the run went back: the gradients are of a step that is lost
-        self._follow_groups()
-        self._state.check_changes()
         self._guard.check()
         try:
             if self._overlap is not None:

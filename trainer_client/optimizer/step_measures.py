@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from ps_protocol.fields import MAX_OWN_RESULTS, OWN_RESULTS
 
 from ..engines.combined_optimizer import members_of
+from ..session.session import Session
+from .choice import DividedWork
 
 PERIOD_SECONDS = 1.0
 PAUSE = 200  # times the duration of a measure, which grows with the number of parameters
@@ -133,3 +135,10 @@ def _sample(parameters: list[Tensor]) -> Tensor:
         found[sample.device].append(sample * math.sqrt(flat.numel() / max(1, sample.numel())))
     # A device is waited for once, not for each of its parameters.
     return torch.cat([torch.cat(samples).cpu() for samples in found.values()])
+
+
+def measure_steps(session: Session, optimizer: Optimizer, work: DividedWork) -> StepMeasures:
+    """Return the measures of a script's steps, which its heartbeats carry."""
+    coordinator, is_part = session.client.coordinator, work.has_rounds and session.world_size > 1
+    report = coordinator.report_measures
+    return StepMeasures(optimizer, work.model.parameters, report, session.client.log, expects_whole=is_part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from inspect import signature
 from types import MethodType
@@ -18,7 +18,7 @@ from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, Optimize
 
 from ..engines.combined_optimizer import CombinedOptimizer, is_of_torch
 from ..engines.torch_state import full_groups
-from ..session.frames import hide_frames
+from ..session.script import hide_frames
 from .wrapped_state import StateInTrainer, WrappedState
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -64,6 +64,15 @@ class WrappingOptimizer(Optimizer):
                 break
         if isinstance(self._wrapped, CombinedOptimizer):
             self._wrapped.follow_groups()
+
+    def _begin_step(self, closure: Callable[[], float] | None) -> float | None:
+        """Call the closure of a step, if any, and adopt what the script has changed; return the loss."""
+        vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self._follow_groups()
+        self._state.check_changes()
+        return loss
 
     @torch.no_grad()
     @hide_frames
@@ -223,3 +232,45 @@ def describe_hyper_parameters(optimizer: Optimizer) -> str:
 
 def _show(value: Any) -> str:
     return f"{float(value):g}" if isinstance(value, float | Tensor) else repr(value)
+
+
+# ---------------------------------------------------------------- loss scaling by torch.amp.GradScaler
+
+
+def check_scaling(optimizer: Optimizer, policy: str | None, *, is_overlapped: bool) -> None:
+    """Raise BadModel if a GradScaler has called `step`, and an overflow could not skip the step on all trainers.
+
+    `policy`: that of the run for NaN and infinity; None if each trainer skips its own steps.
+    """
+    if getattr(optimizer, "found_inf", None) is None:
+        return
+    if is_overlapped:
+        raise BadModel(
+            "with overlap=True, gradients are sent before a GradScaler unscales them. Use bfloat16, which needs no "
+            "GradScaler, or overlap=False"
+        )
+    if policy not in (None, "skip_round"):
+        raise BadModel(
+            "a GradScaler skips steps whose gradients overflow, and the other trainers must skip them, too. Set "
+            "GRADPOST_NONFINITE=skip_round, or use bfloat16, which needs no GradScaler",
+            expected="skip_round",
+            actual=policy,
+        )
+
+
+def unscale_gradients(optimizer: Optimizer, parameters: Collection[Tensor]) -> bool:
+    """Divide the gradients by the scale of a GradScaler; return False, and clear them, if they have overflowed.
+
+    torch sets `found_inf` and `grad_scale` of the optimizer during `step`. `grad_scale` is None if the script has
+    called `unscale_`.
+    """
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    is_finite = found_inf is None or not bool(found_inf.item())
+    for parameter in parameters:
+        if not is_finite:
+            parameter.grad = None
+        elif scale is not None and parameter.grad is not None:
+            inverse = scale.double().reciprocal().float()  # as torch's `unscale_`
+            parameter.grad.mul_(inverse.to(parameter.grad.device, non_blocking=True))
+    return is_finite

@@ -14,13 +14,11 @@ from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from ..client.arguments import TrainerArguments
-from ..client.output import KeptStream, keep_streams
 from ..client.run_client import RunClient
 from ..client.settings import read_settings
-from .frames import drop_frames, hide_frames
-from .host import Host
-from .rendezvous import HostPlace, find_place
-from .script_end import outcome_of, watch_end
+from ..client.telemetry import KeptStream, keep_streams
+from .host import Host, HostPlace, find_place
+from .script import drop_frames, hide_frames, outcome_of, watch_end
 
 ALONE = (
     "gradpost: GRADPOST_COORDINATOR is not set, so this process trains alone. To train on a cluster: gradpost up -- "

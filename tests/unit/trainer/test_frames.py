@@ -15,7 +15,7 @@ import torch
 
 import gradpost
 from gradpost import BadInput, GradpostError, NonFiniteGradient, RunStopped, TrainerLost, Unreachable
-from trainer_client.session.frames import hide_frames
+from trainer_client.session.script import hide_frames
 
 Shown = list[tuple[type[BaseException], BaseException, TracebackType | None]]
 

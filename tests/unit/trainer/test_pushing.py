@@ -25,8 +25,8 @@ from ps_protocol.vocabulary import NonfinitePolicy, ParameterSpec
 from ps_protocol.wire_types import PushType, WireTypes
 from trainer_client.client.buckets import FrameParts, make_buckets
 from trainer_client.client.error_feedback import ErrorFeedback
-from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.pserver_group import DeclaredRun, PserverGroup
+from trainer_client.client.telemetry import TrainerMetrics
 from trainer_client.engines.step_exchange import StepExchange
 from trainer_client.engines.step_memory import StepMemory
 from trainer_client.transport.device_copies import GradientCopies, ParameterCopies

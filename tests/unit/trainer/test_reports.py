@@ -16,10 +16,9 @@ from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
 from ps_protocol.process_reports import MAX_LINE, MAX_LINES, OutputLines
 from trainer_client.client.coordinator_client import make_log
-from trainer_client.client.metrics import MetricsServer
-from trainer_client.client.output import OutputBuffer
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
+from trainer_client.client.telemetry import MetricsServer, OutputBuffer
 
 from ..protocol.test_certificates import Authority
 

@@ -32,10 +32,10 @@ from ps_protocol.retry import (
 )
 from ps_protocol.routes import SEND
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.news import News
 from trainer_client.client.pserver_client import PserverClient
 from trainer_client.client.pserver_connection import PserverConnection
+from trainer_client.client.telemetry import TrainerMetrics
 from trainer_client.transport.work import Work, pause
 
 from .driving import drive

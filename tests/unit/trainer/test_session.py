@@ -15,10 +15,10 @@ from ps_config.environment import SettingsError
 from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client import connect
-from trainer_client.client.metrics import TrainerMetrics
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
-from trainer_client.session.script_end import outcome_of
+from trainer_client.client.telemetry import TrainerMetrics
+from trainer_client.session.script import outcome_of
 from trainer_client.session.session import Session
 
 # ---------------------------------------------------------------- settings
