@@ -24,6 +24,7 @@ class Run:
     parameter_dtype: str = "float32"
     has_scaler: bool = False  # torch's, and an overflow in trainer 1
     has_batch_norm: bool = False
+    num_passes: int = 1  # backward passes of a step
     steps: Sequence[int] = ()  # of each trainer; empty: STEPS
     # All but the first two are for the last run of a cluster.
     fault: Literal[
@@ -77,7 +78,7 @@ _SYNC = {
     "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
     "overlap": Run(settings={"overlap": True, "bucket_bytes": 2000}),
     "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True, "bucket_bytes": 2000}),
-    "accumulate_steps": Run(settings={"overlap": True, "accumulate_steps": 2, "bucket_bytes": 2000}),
+    "accumulate_steps": Run(settings={"overlap": True, "bucket_bytes": 2000}, num_passes=2),
     "local_steps": Run(settings={"local_steps": 2}, outer_sgd={"lr": 0.7, "momentum": 0.9, "nesterov": True}),
     "local_steps with the mean": Run(settings={"local_steps": 2}),
     "local_steps with an outer optimizer": Run(settings={"local_steps": 2}, outer="Adam-amsgrad"),

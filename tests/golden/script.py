@@ -128,8 +128,9 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
         optimizer.zero_grad()
         loss = loss_of(model, step, rank, dtype, takes_snapshot)
         if scaler is None:
-            for part in range(1, run.settings.get("accumulate_steps", 1)):
-                (loss_of(model, step, rank, dtype, takes_snapshot) * 0.5**part).backward()
+            with optimizer.accumulate():
+                for part in range(1, run.num_passes):
+                    (loss_of(model, step, rank, dtype, takes_snapshot) * 0.5**part).backward()
             loss.backward()
             optimizer.step()
         else:

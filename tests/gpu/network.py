@@ -90,9 +90,10 @@ def train_remotely(
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled, **SCALING)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for loss in losses(model, step, [session.rank], **how):
+        for part, loss in enumerate(losses(model, step, [session.rank], **how), 1):
             factor = float("inf") if scaled and (step, session.rank) == (OVERFLOW, 1) else 1.0
-            scaler.scale(loss * factor).backward()  # type: ignore[no-untyped-call]
+            with optimizer.accumulate() if part < how.get("parts", 1) else nullcontext():
+                scaler.scale(loss * factor).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
     optimizer.synchronize()

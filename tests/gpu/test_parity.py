@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # settings, 
     "bfloat16 pushes": ({"push_type": "bfloat16"}, {}, COARSE),
     "8-bit pulls": ({"pull_type": "int8"}, {}, COARSE),
     "accumulation": ({}, {"parts": 3}, ROUNDING),
-    "accumulation, overlap of both": ({**BOTH, "accumulate_steps": 3}, {"parts": 3}, ROUNDING),
+    "accumulation, overlap of both": (BOTH, {"parts": 3}, ROUNDING),
     "autocast to bfloat16": (BOTH, {"dtype": torch.bfloat16}, COARSE),
     "GradScaler": ({}, {"dtype": torch.float16, "scaled": True}, COARSE),
 }

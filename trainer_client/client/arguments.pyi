@@ -28,7 +28,6 @@ class TrainerArguments(TypedDict, total=False):
     bucket_bytes: int | None
     overlap: bool | None
     overlap_pulls: bool | None
-    accumulate_steps: int | None
     local_transport: bool | None
     retry_seconds: float | None
     keep_output: bool | None

@@ -34,7 +34,7 @@ from .telemetry import MetricsServer, TrainerMetrics
 
 # Settings that a trainer declares with its model, so that they may still be chosen after it has joined.
 _OF_THE_MODEL = DeclareModel.model_fields.keys() & TrainerSettings.model_fields.keys()
-DECLARED_SETTINGS = _OF_THE_MODEL | {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
+DECLARED_SETTINGS = _OF_THE_MODEL | {"bucket_bytes", "overlap", "overlap_pulls"}
 
 
 class RunClient:

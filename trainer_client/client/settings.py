@@ -110,15 +110,12 @@ class TrainerSettings(Settings):
     overlap: bool = Field(
         default=False,
         description="whether gradients are sent while backward still runs; then they must not change before the step, "
-        "and several backward passes in a step need `accumulate_steps`, or `with optimizer.accumulate():`",
+        "and all backward passes of a step but the last need `with optimizer.accumulate():`",
     )
     overlap_pulls: bool = Field(
         default=False,
         description="overlap: whether a step ends before its parameters are pulled; each module of `model` waits "
         "for its own parameters before it computes, and other readers must call `synchronize()` first",
-    )
-    accumulate_steps: int = Field(
-        default=1, ge=1, description="overlap: number of backward passes after which a gradient is complete"
     )
     local_transport: bool = Field(
         default=True,

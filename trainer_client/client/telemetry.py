@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -27,10 +26,23 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class _Route(NamedTuple):
+class RouteMetrics(NamedTuple):
+    """The metrics of the requests to one route."""
+
     requests: Counter
     in_flight: Gauge
     seconds: Histogram
+
+    def begin(self) -> float:
+        """Count one try of a request, and return the time of its begin, for `end`."""
+        self.requests.inc()
+        self.in_flight.inc()
+        return perf_counter()
+
+    def end(self, begun: float) -> None:
+        """Observe the seconds of a try."""
+        self.in_flight.dec()
+        self.seconds.observe(perf_counter() - begun)
 
 
 class TrainerMetrics:
@@ -38,7 +50,7 @@ class TrainerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, RouteMetrics] = {}
         self.rounds = self._add(Counter, "rounds", "Rounds completed by `RemoteOptimizer.step`.")
         self.skipped = self._add(Counter, "rounds_skipped", "Rounds that were skipped because of NaN or infinity.")
         self.round = self._add(Gauge, "round", "Newest completed round.")
@@ -79,22 +91,14 @@ class TrainerMetrics:
             Gauge, "reported", "The newest numbers that the script gave to `session.report`, such as `loss`.", "name"
         )
 
-    @contextlib.contextmanager
-    def request(self, route: str) -> Iterator[None]:
-        """Count one try of a request, and observe its seconds at the end of the block."""
-        counted = self._routes.get(route)
-        if counted is None:  # looking up a child by its label takes a lock
-            counted = self._routes[route] = _Route(
+    def of_route(self, route: str) -> RouteMetrics:
+        """Return the metrics of the requests to a route."""
+        found = self._routes.get(route)
+        if found is None:  # looking up a child by its label takes a lock
+            found = self._routes[route] = RouteMetrics(
                 self.requests.labels(route), self.in_flight.labels(route), self.request_seconds.labels(route)
             )
-        counted.requests.inc()
-        counted.in_flight.inc()
-        begin = perf_counter()
-        try:
-            yield
-        finally:
-            counted.in_flight.dec()
-            counted.seconds.observe(perf_counter() - begin)
+        return found
 
     def _add(self, kind: type[M], name: str, text: str, *labels: str) -> M:
         options: dict[str, Any] = {"buckets": _BUCKETS} if kind is Histogram else {}

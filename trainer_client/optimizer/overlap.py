@@ -8,7 +8,6 @@ https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_post_accumu
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -44,10 +43,8 @@ class Overlap:
         self._session = session
         self._parameters = parameters
         self._engine = engine
-        self._accumulate_steps = session.client.settings.accumulate_steps
         self._flattening = flattening
         self._watched: set[str] = set()
-        self._num_passes: Counter[str] = Counter()  # backward passes of this step by parameter
         self._added: dict[str, tuple[Tensor, int]] = {}  # gradients, and their versions when they were added
         self._is_accumulating = False
         self._lock = threading.Lock()  # one gradient is added at a time
@@ -82,26 +79,19 @@ class Overlap:
         with self._lock:
             if name in self._added:
                 raise BadInput(
-                    f"another backward pass reached {name!r}, whose gradient was sent before. Give the number of "
-                    "passes as accumulate_steps, or run all but the last in `with optimizer.accumulate():`; for "
-                    "checkpointed activations set use_reentrant=False, or overlap=False",
+                    f"another backward pass reached {name!r}, whose gradient was sent before. Run all "
+                    "passes but the last in `with optimizer.accumulate():`; for checkpointed activations set "
+                    "use_reentrant=False, or overlap=False",
                     code="gradient_changed",
                 )
-            self._num_passes[name] += 1
-            if self._num_passes[name] == self._accumulate_steps:
-                self._add(name, gradient)
-                self._added[name] = gradient, gradient._version
+            self._add(name, gradient)
+            self._added[name] = gradient, gradient._version
 
     def _add(self, name: str, gradient: Tensor) -> None:
         if self._waits is not None:
             self._waits.wait()  # a push implies that the round before was pulled
         if self._waits is None or not self._waits.is_rolled_back:
             self._engine.add_gradient(name, self._flattening.flat(name, gradient))
-
-    def discard_passes(self) -> None:
-        """Discard the passes until now. If gradients were added, `finish_passes` raises."""
-        if not self._added:
-            self._num_passes.clear()
 
     def finish_pull(self) -> bool:
         """Wait for the newest step's parameters; return True if the run went back, which makes the gradients void."""
@@ -131,7 +121,6 @@ class Overlap:
                 )
 
     def _begin(self) -> None:
-        self._num_passes.clear()
         self._added.clear()
         self._watch_parameters()
         if self._waits is not None:

@@ -23,7 +23,7 @@ from .choice import check_combination, divide_work, make_state, start_engine
 from .epochs import follow_run
 from .guard import ScriptGuard
 from .overlap import attach_overlap
-from .step_measures import measure_steps
+from .step_measures import StepMeasures
 from .wrapped_optimizer import WrappingOptimizer, check_scaling, describe_hyper_parameters, unscale_gradients
 
 
@@ -97,7 +97,8 @@ class RemoteOptimizer(WrappingOptimizer):
         state = make_state(self, optimizer, self._work, started, self._session, self._guard)
         self._share(state, lambda: self._session.is_open)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
-        self._measures = measure_steps(self._session, optimizer, self._work)
+        report, log = self._session.client.coordinator.report_measures, self._session.client.log
+        self._measures = StepMeasures(optimizer, tensors.parameters, report, log)
         self._epochs = follow_run(self._session, self._engine.progress, self._work.num_optimizers)
 
     @property
@@ -165,12 +166,6 @@ class RemoteOptimizer(WrappingOptimizer):
         return f"RemoteOptimizer({self._work.spec.name}, round {self._engine.progress.version}, {self._session!r})"
 
     # ------------------------------------------------------------------ step
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as torch does. With `overlap` the passes until now do not count any more."""
-        super().zero_grad(set_to_none)
-        if self._overlap is not None:
-            self._overlap.discard_passes()
 
     @torch.no_grad()
     @hide_frames

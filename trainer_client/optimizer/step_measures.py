@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -21,13 +21,9 @@ from torch.optim import Optimizer
 from ps_protocol.fields import MAX_OWN_RESULTS, OWN_RESULTS
 
 from ..engines.combined_optimizer import members_of
-from ..session.session import Session
-from .choice import DividedWork
 
 PERIOD_SECONDS = 1.0
 PAUSE = 200  # times the duration of a measure, which grows with the number of parameters
-ROUNDING = 2e-5  # relative; `clip_grad_norm_` adds 1e-6 to the norm that it divides by
-NUM_CLIPPED = 3  # measures with the same round norm
 SAMPLED = 4096  # elements of a parameter
 
 
@@ -39,7 +35,6 @@ class _Member:
     optimizer: Optimizer
     parameters: list[Tensor]
     due: float = 0.0
-    norms: set[tuple[float, str]] = field(default_factory=set)  # in a row: a round norm, and that of one gradient
 
 
 class StepMeasures:
@@ -51,11 +46,7 @@ class StepMeasures:
         parameters: Mapping[str, Tensor],
         report: Callable[[dict[str, float]], object],
         log: FilteringBoundLogger,
-        *,
-        expects_whole: bool = False,
     ) -> None:
-        """`expects_whole`: the gradient of a trainer is a part of a mean, so the script should not clip it."""
-        self._expects_whole = expects_whole
         self._log = log
         self._report = report
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -92,10 +83,7 @@ class StepMeasures:
             self._add(member, update_ratio=float(change / norm) if norm else math.nan)
 
     def _measure(self, member: _Member, gradients: Mapping[str, Tensor], now: float) -> None:
-        norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
-        self._add(member, gradient_norm=norm)
-        if self._expects_whole:
-            self._warn_of_clipping(member, norm, float(next(iter(gradients.values())).norm()))
+        self._add(member, gradient_norm=float(torch.nn.utils.get_total_norm(list(gradients.values()))))
         rate = member.optimizer.param_groups[0].get("lr")
         if isinstance(rate, float | int | Tensor):  # some optimizers have none, or compute it
             self._add(member, learning_rate=float(rate))
@@ -103,21 +91,6 @@ class StepMeasures:
             self._report({f"{OWN_RESULTS}waiting_share": self._waited / (now - self._since)})
         self._waited, self._since = 0.0, now
         self._sampled = member, _sample(member.parameters)
-
-    def _warn_of_clipping(self, member: _Member, norm: float, part: float) -> None:
-        """Log once that different gradients have the same round norm, which is what `clip_grad_norm_` leaves."""
-        limit = float(f"{norm:.3g}")  # with four digits, norms that vary by a percent are a false alarm in days
-        is_round = norm < math.inf and math.isclose(norm, limit, rel_tol=ROUNDING)
-        if not is_round or any(known != limit for known, _ in member.norms):
-            member.norms.clear()
-        if is_round:
-            member.norms.add((limit, f"{part:.3g}"))
-        if len(member.norms) == NUM_CLIPPED:
-            self._expects_whole = False
-            self._log.warning(
-                f"the gradients of this trainer have the norm {limit:g}, as after clip_grad_norm_, and the mean of all "
-                f"trainers is not what one process clips. Use RemoteOptimizer(…, max_grad_norm={limit:g}) instead"
-            )
 
     def _add(self, member: _Member, **values: float) -> None:
         self._report({f"{OWN_RESULTS}{name}{member.suffix}": value for name, value in values.items()})
@@ -135,10 +108,3 @@ def _sample(parameters: list[Tensor]) -> Tensor:
         found[sample.device].append(sample * math.sqrt(flat.numel() / max(1, sample.numel())))
     # A device is waited for once, not for each of its parameters.
     return torch.cat([torch.cat(samples).cpu() for samples in found.values()])
-
-
-def measure_steps(session: Session, optimizer: Optimizer, work: DividedWork) -> StepMeasures:
-    """Return the measures of a script's steps, which its heartbeats carry."""
-    coordinator, is_part = session.client.coordinator, work.has_rounds and session.world_size > 1
-    report = coordinator.report_measures
-    return StepMeasures(optimizer, work.model.parameters, report, session.client.log, expects_whole=is_part)
