@@ -17,7 +17,7 @@ from ps_config.environment import PREFIX, check_environment, find_setting
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 from services.runtime.storage import lock_folder
-from trainer_client.testing.local_cluster import use_this_python
+from trainer_client.testing.processes import use_this_python
 
 from ..output import EXIT_FAILED, CommandError
 from ..settings import read_settings

@@ -15,7 +15,7 @@ import pytest
 
 from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.guardian import Guardian
-from trainer_client.testing.local_cluster import find_our_packages
+from trainer_client.testing.processes import find_our_packages
 
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 from .faulty_run import SCRIPT

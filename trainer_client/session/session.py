@@ -216,7 +216,8 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
     Call it first, to know rank and world size before the data is loaded. An argument that is None comes from the
     settings: `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are other settings of a trainer
     (docs/settings.md). Without all of them this process trains alone, as with `strategy="local"`. Blocks until the
-    coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
+    coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none, or if the run is not
+    what `expect={"mode": "sync"}` says.
     """
     global _current
     if (current := _current) is not None and current.is_open:

@@ -6,13 +6,11 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +22,7 @@ from ps_protocol.vocabulary import Rank
 
 from ..client.inspection import ClusterView
 from .guardian import Guardian
-from .processes import Child, Inherited, OnLine
+from .processes import Child, Inherited, OnLine, find_our_packages, use_this_python
 
 START_SECONDS = 60.0  # importing takes a second or two, and much longer on a busy machine
 # Settings of the services that their trainers need as well.
@@ -315,24 +313,3 @@ class LocalCluster:
     def summary(self) -> RunSummary:
         """Return the summary of the run."""
         return self.view.summary()
-
-
-_ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages
-
-
-def use_this_python(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of the environment in which `python` is this process's interpreter."""
-    folder = os.path.dirname(sys.executable)
-    return {**environ, "PATH": folder + os.pathsep + environ.get("PATH", os.defpath)}
-
-
-def find_our_packages(environ: Mapping[str, str], *, first: bool) -> dict[str, str]:
-    """Return a copy of the environment in which Python finds our packages, also in a checkout that is not installed.
-
-    They come `first` for a service, so that nothing on the PYTHONPATH shadows `services`, and last for a script.
-    """
-    given = environ.get("PYTHONPATH")
-    if not given and _ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return {**environ}
-    parts = [part for part in ([_ROOT, given] if first else [given, _ROOT]) if part]
-    return {**environ, "PYTHONPATH": os.pathsep.join(parts)}

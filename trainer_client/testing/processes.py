@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from signal import SIGKILL, SIGTERM, Signals
 from typing import Literal
 
@@ -141,3 +144,24 @@ class Child:
     def _emit(self, line: bytes) -> None:
         visible = line.rstrip(b"\r").rpartition(b"\r")[2]
         self._on_line(self.name, visible.decode(errors="replace"))
+
+
+_ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages
+
+
+def use_this_python(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of the environment in which `python` is this process's interpreter."""
+    folder = os.path.dirname(sys.executable)
+    return {**environ, "PATH": folder + os.pathsep + environ.get("PATH", os.defpath)}
+
+
+def find_our_packages(environ: Mapping[str, str], *, first: bool) -> dict[str, str]:
+    """Return a copy of the environment in which Python finds our packages, also in a checkout that is not installed.
+
+    They come `first` for a service, so that nothing on the PYTHONPATH shadows `services`, and last for a script.
+    """
+    given = environ.get("PYTHONPATH")
+    if not given and _ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {**environ}
+    parts = [part for part in ([_ROOT, given] if first else [given, _ROOT]) if part]
+    return {**environ, "PYTHONPATH": os.pathsep.join(parts)}
