@@ -18,6 +18,7 @@ from ps_protocol.errors import ContributionConflict, ModelMismatch
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..raising import raises_code
 from .conftest import StartCluster
 from .training import run_all, step_with, wrap_weight
 from .up_support import wait_until
@@ -28,6 +29,13 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def alone(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(trainers=1, min_block_size=4, on_trainer_loss="fail")
+
+
+def test_a_run_that_the_script_does_not_expect_is_refused(alone: LocalCluster) -> None:
+    with raises_code("mode_mismatch") as refused:
+        Session(coordinator=alone.address, rank=0, expect={"mode": "async", "max_delay": 0})
+    assert refused.value.facts == {"expected": {"mode": "async"}, "actual": {"mode": "sync"}}
+    Session(coordinator=alone.address, rank=0, expect={"mode": "sync", "strategy": "ps"}).close()
 
 
 def sgd(session: Session, **parameters: nn.Parameter) -> RemoteOptimizer:

@@ -60,7 +60,7 @@ def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> 
         visit.wait_until(lines)
         shown = visit.page.evaluate("document.querySelector('#curve-loss').data[0].x.length")
         visit.wait_until("n => document.querySelector('#curve-loss').data[0].x.length > n", shown)
-        for name in ("gradient_norm", "update_ratio", "waiting_share"):
+        for name in ("gradient_norm", "waiting_share"):
             visit.wait_until(lines.replace("#curve-loss", f'[id="curve-gradpost/{name}"]'))
         assert visit.errors == []
 

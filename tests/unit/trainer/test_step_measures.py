@@ -10,7 +10,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from trainer_client.optimizer.step_measures import SAMPLED, StepMeasures
+from trainer_client.optimizer.step_measures import StepMeasures
 
 
 def steps(
@@ -32,22 +32,10 @@ def steps(
     return reported
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_measures_are_those_of_whole_tensors_at_most_once_a_second(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"large": (64, 3, 50, 50), "small": (7,), "empty": (0,)}  # the first is sampled
-    parameters = {
-        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in shapes.items()
-    }
-    assert parameters["large"].numel() > 10 * SAMPLED
-    large = parameters["large"].data
-    parameters["large"].data = large.contiguous(memory_format=torch.channels_last)
+def test_a_step_is_measured_at_most_once_a_second() -> None:
+    parameters = {"large": nn.Parameter(torch.ones(64, 3)), "empty": nn.Parameter(torch.ones(0))}
     reported = steps(torch.optim.SGD(parameters.values(), lr=0.25), parameters, [list(parameters)] * 3)
-    assert list(reported) == ["gradpost/gradient_norm", "gradpost/learning_rate", "gradpost/update_ratio"]
-    assert reported["gradpost/gradient_norm"] == pytest.approx([math.sqrt(large.numel() + 7)])
-    assert reported["gradpost/learning_rate"] == [0.25]
-    assert reported["gradpost/update_ratio"] == pytest.approx([0.01], rel=1e-4)
-    assert torch.equal(parameters["large"], large.mul(1.01).mul(1.01).mul(1.01))
+    assert reported == {"gradpost/gradient_norm": [pytest.approx(math.sqrt(192))], "gradpost/learning_rate": [0.25]}
 
 
 def test_a_measure_that_fails_is_left_out() -> None:
