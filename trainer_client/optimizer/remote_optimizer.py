@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -19,24 +18,12 @@ from ..client.arguments import TrainerArguments
 from ..engines.model_tensors import find_tensors
 from ..session.script import hide_frames
 from ..session.session import Session, use_session
-from .choice import check_combination, divide_work, make_state, start_engine
+from .choice import check_combination, divide_work, make_state, pause_collection, start_engine
 from .epochs import follow_run
 from .guard import ScriptGuard
 from .overlap import attach_overlap
 from .step_measures import StepMeasures
 from .wrapped_optimizer import WrappingOptimizer, check_scaling, describe_hyper_parameters, unscale_gradients
-
-
-@contextmanager
-def _pause_collection() -> Iterator[None]:
-    """Pause garbage collection, which takes 40 % of a start with 20,000 parameters and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class RemoteOptimizer(WrappingOptimizer):
@@ -61,7 +48,7 @@ class RemoteOptimizer(WrappingOptimizer):
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
             the rate 1, or 1 / world size in asynchronous modes.
         coordinator, arguments: settings of a trainer (docs/settings.md), which win over `GRADPOST_*`: `local_steps`,
-            `max_grad_norm`, `overlap`, `nonfinite`, … Those of the plan must be the same on all trainers.
+            `max_grad_norm`, `overlap`, `nonfinite`, … Those of the run must be the same on all trainers.
 
     Raises BadInput or ModelMismatch before anything was sent to a pserver, and Ended once the run has ended.
     """
@@ -69,7 +56,7 @@ class RemoteOptimizer(WrappingOptimizer):
     _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
     @hide_frames
-    @_pause_collection()
+    @pause_collection()
     def __init__(
         self,
         optimizer: Optimizer,
