@@ -1,4 +1,4 @@
-"""What a trainer shows: its metrics, the port on which Prometheus scrapes them, and the newest output of its script."""
+"""Metrics of a trainer, the port on which Prometheus scrapes them, and the newest output of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps where: `divide_work`, the combinations that are refused, then `start_engine`, then `make_state`."""
+"""The choice of what steps where: `check_combination`, then `divide_work`, `start_engine` and `make_state`."""
 
 from __future__ import annotations
 

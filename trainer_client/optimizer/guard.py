@@ -1,4 +1,4 @@
-"""What a script must not change beside the optimizer's steps: values, shapes and identities of parameters.
+"""The guard of values, shapes and identities that a script must not change beside the optimizer's steps.
 
 Version counters show each write that autograd can see. Writes through `.data` do not count there, so 16 elements of
 each parameter are compared as well. A write through `.data` that changes none of them stays unnoticed.
