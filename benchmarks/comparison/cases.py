@@ -88,22 +88,16 @@ def _scaled(num_trainers: int, num_servers: int) -> Variant:
     return Variant(Work((5 * MILLION // 2,), num_trainers=num_trainers, num_servers=num_servers))
 
 
-def _overlapping(elements: tuple[int, ...]) -> tuple[Variant, dict[str, Variant]]:
-    """Return variants of an emulated model: without overlap, and those with it."""
-    plain = Variant(Work(elements, forward_seconds=0.2, backward_seconds=0.4, num_warm_up=2))
-    overlap = {"overlap": True}
-    return plain, {
-        "overlap": replace(plain, trainer_settings=overlap),
-        "overlap_and_pulls": replace(plain, trainer_settings={**overlap, "overlap_pulls": True}),
-    }
+def _computing(elements: tuple[int, ...]) -> Variant:
+    return Variant(Work(elements, forward_seconds=0.2, backward_seconds=0.4, num_warm_up=2))
 
 
 def _asynchronous(num_trainers: int) -> Variant:
     return Variant(Work((25 * MILLION,), num_trainers=num_trainers, is_exact=False), {"mode": "async"})
 
 
-LAYERS_100MB, LAYERS_100MB_OVERLAP = _overlapping((MILLION,) * 25)
-LAYERS_RESNET50, LAYERS_RESNET50_OVERLAP = _overlapping(RESNET50)
+LAYERS_100MB, LAYERS_RESNET50 = _computing((MILLION,) * 25), _computing(RESNET50)
+OVERLAP = {"overlap": True, "overlap_pulls": True}
 
 CASES = (
     Case(
@@ -186,10 +180,12 @@ CASES = (
     ),
     Case(
         "overlap_100mb", "25 layers of 1 M parameters, SGD, a forward pass of 0.2 s and a backward pass of 0.4 s",
-        LAYERS_100MB, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO, DDP), variants=LAYERS_100MB_OVERLAP,
+        LAYERS_100MB, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO),
+        variants={"overlap_and_pulls": replace(LAYERS_100MB, trainer_settings=OVERLAP)},
     ),
     Case(
         "overlap_resnet50", f"the {len(RESNET50)} tensors of ResNet-50, SGD, the same passes",
-        LAYERS_RESNET50, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO, DDP), variants=LAYERS_RESNET50_OVERLAP,
+        LAYERS_RESNET50, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO, DDP),
+        variants={"overlap_and_pulls": replace(LAYERS_RESNET50, trainer_settings=OVERLAP)},
     ),
 )  # fmt: skip
