@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from ps_config.hosts import is_loopback
 from ps_protocol.errors import Unreachable
-from ps_protocol.messages import ClusterStatus, Override, PserverHeartbeat
+from ps_protocol.messages import ClusterStatus, PserverHeartbeat
 from trainer_client.client.inspection import ClusterView
 
 from .connection import asking, print_answer
@@ -44,7 +44,7 @@ def _print_status(status: ClusterStatus) -> None:
     lines = [line, *(f"command {command}" for command in sorted({script.command for script in scripts})[:3])]
     if status.waiting_for:
         lines.append(f"waiting for {', '.join(status.waiting_for)}")
-    lines += [*map(_describe_override, status.overrides), *status.prospects]
+    lines += [*status.overrides, *status.prospects]
     if status.failure:
         lines.append(f"{state}: {status.failure.get('detail')} ({status.failure.get('code')})")
     for text in [*lines, ""]:
@@ -92,13 +92,6 @@ def _print_status(status: ClusterStatus) -> None:
 def _describe_wait(pserver: PserverHeartbeat) -> str:
     names = ", ".join(f"trainer {rank}" for rank in pserver.missing)
     return names and f"{names} ({pserver.waiting_seconds:.1f} s)"
-
-
-def _describe_override(override: Override) -> str:
-    if override.at is None or override.round is None:
-        return override.text
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(override.at))
-    return f"{override.text} from round {override.round:,} on, set with {override.by} at {at}"
 
 
 # ---------------------------------------------------------------------- events
@@ -203,8 +196,8 @@ def draw_histogram(bins: list[tuple[float, float, int]]) -> list[dict[str, Any]]
 
 def show_dashboard(state_dir: Path | None, host: str, port: int) -> NoReturn:
     """Serve the dashboard of the history. Raises CommandError without a run, or if other machines could reach it."""
-    from services.coordinator.dashboard.routes import serve_history
     from services.coordinator.history import RunHistory
+    from services.coordinator.pages import serve_history
     from services.runtime.logs import configure_logs
 
     if not is_loopback(host):

@@ -41,7 +41,7 @@ def newest_folder(root: Path) -> Path | None:
 
 def holds_a_run(folder: Path) -> bool:
     """Return whether a run has begun in this folder; otherwise, its script may have failed immediately."""
-    from services.coordinator.restore import RecordFile  # takes as long to import as `gradpost status` takes otherwise
+    from services.coordinator.shell import RecordFile  # takes as long to import as `gradpost status` takes otherwise
 
     try:
         record = RecordFile(folder).read()

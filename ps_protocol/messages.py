@@ -336,15 +336,6 @@ class TrainerStatus(Message):
     heartbeat: TrainerHeartbeat
 
 
-class Override(Message):
-    """A setting of an administrator that is in force. Without an event of the request the rest is null."""
-
-    text: Note
-    round: Round | None = Field(default=None, description="round from which the setting applies")
-    by: Label | None = Field(default=None, description="name of the token, as in the events")
-    at: Real | None = Field(default=None, description="time of the change, in seconds since 1970")
-
-
 class ClusterStatus(Message):
     """The state of the cluster at one moment: what the dashboard and `gradpost status` show.
 
@@ -360,7 +351,7 @@ class ClusterStatus(Message):
     num_trainers: Count
     waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
     is_paused: bool = False
-    overrides: tuple[Override, ...] = Field(
+    overrides: tuple[Note, ...] = Field(
         default=(), max_length=MAX_TENSORS, description="learning rates and frozen parameters that an administrator set"
     )
     elapsed_seconds: Real | None = Field(default=None, description="time since the training began, until its end")

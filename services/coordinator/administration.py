@@ -1,13 +1,13 @@
 """Changes of a run by an administrator, and their routes, which need the scope `admin`.
 
 A change uses the mechanism of a change of members: it is persisted before a pserver receives it, and applies from the
-same round on all pservers. One change and one checkpoint may be under way. The request is written before it begins.
+same round on all pservers. One change and one checkpoint may be under way. The log has every request, before it begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
@@ -15,19 +15,21 @@ from fastapi import Depends, FastAPI, Request
 from pydantic import Field
 
 from ps_protocol import routes
-from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
+from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, TryAgain
 from ps_protocol.fields import Count, Flag, Label, Message, Name, OrdinalText, Real, Round
 from ps_protocol.membership import Controls
-from ps_protocol.messages import CheckpointCreated, Override
+from ps_protocol.messages import CheckpointCreated
 from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import SlicePlan
+from services.runtime.logs import get_logger
 from services.runtime.security import name_token
 
 from .coordinator import Coordinator
-from .events import Event
+from .state.joining import find_parameter
 from .state.losses import evict_trainer
-from .state.model import find_parameter
 from .state.run import Run
+
+log = get_logger()
 
 WAIT_SECONDS = 30.0  # for all pservers to install a change
 END_SECONDS = 3.0  # for all trainers to leave a stopped run, so that its summary is made
@@ -97,8 +99,6 @@ class Administration:
         self._cluster = coordinator.cluster
         self._lock = asyncio.Lock()
         self._checkpoint_lock = asyncio.Lock()  # takes minutes, and must not delay a change
-        self._events_lock = asyncio.Lock()
-        self._changes: set[asyncio.Task[ChangeDone]] = set()  # that run, even if their requesters have left
 
     # ------------------------------------------------------------------ endpoints
 
@@ -144,7 +144,11 @@ class Administration:
     async def evict(self, by: Requester, rank: OrdinalText) -> ChangeDone:
         """Continue without a trainer. Another incarnation may join."""
         return await self._do(
-            by, "evict", lambda run: evict_trainer(run, rank, self._coordinator.now()), {"trainer": rank}
+            by,
+            "evict",
+            lambda run: evict_trainer(run, rank, self._coordinator.now()),
+            lambda _: max(self._cluster.rounds, default=0) + 1,
+            {"trainer": rank},
         )
 
     async def roll_back(self, by: Requester, message: RollBack) -> ChangeDone:
@@ -164,14 +168,15 @@ class Administration:
                 raise Conflict(f"{obstacle}; a rollback would fail the run")
             return run.request_rollback(round_)
 
-        def check(run: Run) -> None:
+        def find_round(run: Run) -> Round:
             if run.refusal:
                 raise Conflict(f"{run.refusal}; the run continues without a rollback")
-            if (run.record.base_round or 0) != round_:
-                text = f"the run was rolled back to round {run.record.base_round or 0}, not to round {round_}"
-                raise Conflict(text, current=run.record.base_round)
+            base = run.record.base_round or 0
+            if base != round_:
+                raise Conflict(f"the run was rolled back to round {base}, not to round {round_}", current=base)
+            return base + 1
 
-        return await self._do(by, "roll back", go_back, {"round": round_}, check)
+        return await self._do(by, "roll back", go_back, find_round, {"round": round_})
 
     async def stop(self, by: Requester, message: StopRun) -> ChangeDone:
         """End the run: the trainers' scripts get the error `run_stopped`. Without `fail` a checkpoint is made first."""
@@ -237,44 +242,27 @@ class Administration:
             old = run.newest_controls
             return run.request_controls(old.model_copy(update=edit(old)))
 
-        return await self._do(by, action, want, arguments)
+        def since(run: Run) -> Round:
+            return run.record.membership.newest_controls.since
+
+        return await self._do(by, action, want, since, arguments)
 
     async def _do(
         self,
         by: str,
         action: str,
         change: Callable[[Run], Run],
+        find_round: Callable[[Run], Round],
         arguments: Mapping[str, Any],
-        check: Callable[[Run], None] = lambda _: None,
     ) -> ChangeDone:
-        """Apply a change, which may raise GradpostError. `check` raises if it did not take effect."""
-        run = self._cluster.run
-        self._check_training(run)
-        async with self._lock:
-            self._check_training(run)
-            changing = asyncio.create_task(self._carry_out(run, by, action, change, arguments, check), name=action)
-            self._changes.add(changing)
-            changing.add_done_callback(self._changes.discard)
-            changing.add_done_callback(lambda done: done.cancelled() or done.exception())  # the events have it
-            await asyncio.wait({changing}, timeout=WAIT_SECONDS)
-            if not changing.done():
-                text = f"the change is pending after {WAIT_SECONDS:g} s; it applies once all pservers have installed it"
-                raise TryAgain(text, waiting_for=self._cluster.waiting_for)
-            return changing.result()
+        """Make a change, and wait until every pserver has installed it. `find_round` returns its first round.
 
-    async def _carry_out(
-        self,
-        before: Run,
-        by: str,
-        action: str,
-        change: Callable[[Run], Run],
-        arguments: Mapping[str, Any],
-        check: Callable[[Run], None],
-    ) -> ChangeDone:
-        """Make a change, and wait until every pserver has installed it or the run is over."""
-        cluster = self._cluster
-        async with self._listed(by, action, arguments) as outcome:
-            self._check_current(before)
+        Both functions may raise GradpostError: if the change is refused, or did not take effect.
+        """
+        cluster, before = self._cluster, self._cluster.run
+        self._check_training(before)
+        async with self._lock, self._listed(by, action, arguments) as outcome:
+            self._check_training(before)
             cluster.run = change(cluster.run)
             number = cluster.run.record.change_number
             self._coordinator.changed()
@@ -283,17 +271,15 @@ class Administration:
                 run = cluster.run
                 return not cluster.is_current(before) or run.record.is_over or run.installed_number >= number
 
-            await self._coordinator.wait_until(has_ended)
+            await self._coordinator.wait_until(has_ended, WAIT_SECONDS)
             self._check_current(before)
             run = cluster.run
             if run.record.is_over:
                 raise NotReady(f"run {run.record.name} is {run.record.state}", waiting_for="a run")
-            check(run)
-            outcome["round"] = max(cluster.rounds, default=0) + 1
-            if action == "roll back":
-                outcome["round"] = (run.record.base_round or 0) + 1
-            elif action != "evict" and run.record.membership.controls:
-                outcome["round"] = run.record.membership.newest_controls.since
+            if not has_ended():
+                text = f"the change is pending after {WAIT_SECONDS:g} s; it applies once all pservers have installed it"
+                raise TryAgain(text, waiting_for=cluster.waiting_for)
+            outcome["round"] = find_round(run)
         return _describe(run, outcome["round"])
 
     def _check_current(self, run: Run) -> None:
@@ -313,32 +299,22 @@ class Administration:
     async def _listed(
         self, by: str, action: str, arguments: Mapping[str, Any] | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Write a request before the block, and its outcome after the block, which sets the `round` of its effect."""
-        given: dict[str, Any] = {"action": action, "arguments": arguments or {}}
-        what, since = _describe_request(**given), _SINCE.get(action, "from round {} on")
-        request = await self._write(f"{what} is requested", by, outcome="requested", **given)
+        """Log a request, and add its outcome to the events after the block, which sets the `round` of its effect."""
+        events, cluster, given = (
+            self._coordinator.events,
+            self._cluster,
+            {"action": action, "arguments": arguments or {}},
+        )
+        what, since = describe_request(action, arguments or {}), _SINCE.get(action, "from round {} on")
+        log.info("an administrator requests a change", by=by, change=what)
         outcome: dict[str, Any] = {}
         try:
             yield outcome
         except GradpostError as error:
-            await self._write(f"{what} has failed: {error}", by, outcome="failed", request=request.id, **given)
+            events.add(cluster, "change", f"{what} has failed: {error}", by, outcome="failed", **given)
             raise
         text = f"{what}: {since.format(outcome['round'])}"
-        await self._write(text, by, outcome="done", request=request.id, **outcome, **given)
-
-    async def _write(self, text: str, by: str, **facts: Any) -> Event:
-        events = self._coordinator.events
-        event = events.add(self._cluster, "change", text, by, **facts)
-        try:
-            async with self._events_lock:
-                await asyncio.to_thread(events.write, event)
-        except OSError as error:
-            is_request = facts["outcome"] == "requested"
-            when = "before the change, which was not made" if is_request else "after the change"
-            problem = f"the audit log cannot be written {when}: {error}"
-            events.add(self._cluster, "change", problem)
-            raise StorageFailed(problem) from error
-        return event
+        events.add(cluster, "change", text, by, outcome="done", **outcome, **given)
 
 
 def _check_checkpoint(run: Run, round_: Round) -> None:
@@ -354,12 +330,12 @@ def _describe(run: Run, round_: Round) -> ChangeDone:
 _SINCE = {"stop": "after round {}", "checkpoint": "of round {}"}
 
 
-def _describe_request(action: str, arguments: Mapping[str, Any]) -> str:
+def describe_request(action: str, arguments: Mapping[str, Any]) -> str:
     """Return a request in words.
 
-    >>> _describe_request("set rate", {"rate": 0.05, "group": 1, "optimizer": None})
+    >>> describe_request("set rate", {"rate": 0.05, "group": 1, "optimizer": None})
     'set rate 0.05, group 1'
-    >>> _describe_request("set rate", {"rate": None}), _describe_request("freeze", {"parameter": "fc.bias"})
+    >>> describe_request("set rate", {"rate": None}), describe_request("freeze", {"parameter": "fc.bias"})
     ('set rate to that of the script', 'freeze parameter fc.bias')
     """
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -367,33 +343,6 @@ def _describe_request(action: str, arguments: Mapping[str, Any]) -> str:
     if arguments.get("rate", 0) is None:
         words = ", ".join(filter(None, ("to that of the script", words)))
     return f"{action} {words}".rstrip()
-
-
-def describe_overrides(run: Run, events: Iterable[Event]) -> tuple[Override, ...]:
-    """Return the learning rates and frozen parameters that override the script's, each with its newest request."""
-    controls, plan, newest = run.newest_controls, run.record.plan, dict[int | str, Event]()
-    for event in events:
-        if event.run != run.record.name or event.facts.get("outcome") != "done":
-            continue
-        action, arguments = event.facts["action"], event.facts["arguments"]
-        if action == "freeze":
-            newest[arguments["parameter"]] = event
-        elif action == "set rate" and plan is not None and plan.optimizer is not None:
-            message = SetRate(**arguments)
-            same = (
-                group for group in message.select_groups(plan.optimizer) if controls.rates.get(group) == message.rate
-            )
-            newest |= dict.fromkeys(same, event)
-    texts: dict[int | str, str] = {
-        g: f"learning rate {rate:g} for parameter group {g}" for g, rate in controls.rates.items()
-    }
-    texts |= {name: f"parameter {name} is frozen" for name in controls.frozen}
-    return tuple(
-        Override(text=text, round=newest[key].facts["round"], by=newest[key].by, at=newest[key].at)
-        if key in newest
-        else Override(text=text)
-        for key, text in texts.items()
-    )
 
 
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:

@@ -1,11 +1,18 @@
-"""The HTTP API of the coordinator."""
+"""The HTTP API of the coordinator, and the members as targets of Prometheus' HTTP service discovery.
+
+https://prometheus.io/docs/prometheus/latest/http_sd/
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Query, Request, Response
+from pydantic import BaseModel
 
+from ps_config.hosts import is_ip_literal, is_loopback, reachable_host
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
 from ps_protocol.membership import PserverRegistered, RegisterPserver
@@ -26,13 +33,13 @@ from ps_protocol.standbys import PserverEnded, ReportStandby, StandbyAnswer
 from services.runtime.app import make_app
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import may_administer
+from services.runtime.security import KnownHosts, may_administer
 
 from .administration import add_administration_routes
 from .coordinator import Coordinator
-from .dashboard.routes import add_dashboard_routes, add_history_routes
 from .inspection import add_inspection_routes
-from .metrics import TargetGroup, describe_targets, is_own_address
+from .pages import add_dashboard_routes, add_history_routes
+from .state.cluster import Cluster
 
 log = get_logger()
 
@@ -167,3 +174,63 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     add_history_routes(app, coordinator.history)
     add_dashboard_routes(app)
     return app
+
+
+# ---------------------------------------------------------------- the members for Prometheus
+
+
+class TargetGroup(BaseModel):
+    """The members of one role, in the format of Prometheus' HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return one target group for each pserver, standby and trainer that serves `/metrics`, with role and number.
+
+    The coordinator itself is left out, since the caller knows its address. So is a standby with the scope `replicate`
+    only, because Prometheus sends its token there.
+    """
+    groups = [
+        _group(member.info.address, role="pserver", pserver=str(index))
+        for index, member in cluster.registry.members.items()
+    ]
+    groups += [
+        _group(standby.report.address, role="standby", pserver=str(standby.report.follows))
+        for standby in cluster.registry.standbys.values()
+        if standby.may_lead
+    ]
+    groups += [
+        _group(trainer.metrics_address, role="trainer", trainer=str(rank))
+        for rank, trainer in cluster.run.record.trainers.items()
+        if trainer.metrics_address and trainer.is_present
+    ]
+    return groups
+
+
+def is_own_address(address: str, client: str, server: str, hosts: KnownHosts) -> bool:
+    """Return whether Prometheus may be sent to the address of a trainer that joined from `client` at `server`.
+
+    Prometheus sends its token there. So the host is that of the trainer's own connection, or one that `hosts` lists.
+    On the coordinator's machine it may also be the loopback, or the machine's address in the network.
+    """
+    host = urlsplit(address).hostname or ""
+    peer, own = _normalize(client), _normalize(server)
+    is_present = is_loopback(peer) or peer == own
+    if is_loopback(host):
+        return is_present
+    return _normalize(host) == peer or hosts.lists(host) or (is_present and host in (own, reachable_host("0.0.0.0")))
+
+
+def _normalize(host: str) -> str:
+    if not is_ip_literal(host):
+        return host
+    address = ipaddress.ip_address(host)
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _group(address: str, **labels: str) -> dict[str, Any]:
+    url = urlsplit(address)
+    labels = {"__scheme__": url.scheme, "__metrics_path__": f"{url.path.rstrip('/')}/metrics", **labels}
+    return {"targets": [url.netloc], "labels": labels}

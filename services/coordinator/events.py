@@ -1,28 +1,26 @@
-"""The events of the cluster: changes of its state, and the requests of administrators with their outcomes.
+"""The events of the cluster: changes of its state, and the outcomes of administrators' requests.
 
 The newest `MAX_EVENTS` are held in memory, and of consecutive checkpoints the newest one; the log has all of them and
-more. Requests and outcomes, which have `by`, are also lines of JSON in a file. A request is written before the change
-begins. Without a later outcome of its id, the coordinator died meanwhile, or the change is under way. Ids also increase
-over restarts, so that a client can continue after a lost connection.
+more. Ids also increase over restarts, so that a client can continue after a lost connection. The newest output of each
+trainer is held here as well.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from ps_protocol.errors import NotFound
 from ps_protocol.fields import Message
-from ps_protocol.vocabulary import Round
+from ps_protocol.messages import Leave, TrainerHeartbeat
+from ps_protocol.process_reports import MAX_KEPT_LINES, TrainerOutput
+from ps_protocol.vocabulary import Incarnation, Rank, Round
 from services.runtime.logs import get_logger
-from services.runtime.storage import sync_folder
 
 from .state.cluster import Cluster
 from .state.pservers import PserverMember, PserverRegistry
@@ -31,7 +29,6 @@ from .state.run import Run
 
 log = get_logger()
 
-FILE = "audit.jsonl"
 MAX_EVENTS = 1000
 EARLY_ROUNDS = 5  # of the others, after which the end of a trainer is reported as early
 
@@ -55,8 +52,7 @@ class Event(Message):
 class Events:
     """The newest events. `detect_changes` must be called whenever the cluster may have changed."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+    def __init__(self) -> None:
         self._events: list[Event] = []
         self._seen: tuple[Run, PserverRegistry] | None = None  # by the last call of `detect_changes`
 
@@ -70,7 +66,7 @@ class Events:
         return [event for event in self._events if event.id > id_]
 
     def add(self, cluster: Cluster, kind: EventKind, text: str, by: str | None = None, **facts: Any) -> Event:
-        """Add an event that the state of the cluster does not show."""
+        """Add an event, and log it if it is the outcome of a request, which has `by`."""
         now = time.time()
         event = Event(
             id=max(self.newest_id + 1, int(now * 1000)),
@@ -85,36 +81,10 @@ class Events:
         if kind == "checkpoint" and self._events and (self._events[-1].kind, self._events[-1].run) == (kind, event.run):
             self._events.pop()  # else the checkpoints of a small model would be all that is left
         self._events.append(event)
-        if len(self._events) > MAX_EVENTS:  # requests are kept longest, since they explain the settings in force
-            del self._events[next((i for i, one in enumerate(self._events) if one.by is None), 0)]
+        if by is not None:
+            log.info(text, by=by)
+        del self._events[:-MAX_EVENTS]
         return event
-
-    def read(self) -> None:
-        """Read the newest requests of earlier processes. Torn and foreign lines are skipped. Blocks. Raises OSError."""
-        if not self._path.exists():
-            return
-        with self._path.open(errors="replace") as file:
-            for line in deque(file, MAX_EVENTS):
-                with suppress(ValidationError):
-                    self._events.append(Event.model_validate_json(line))
-
-    def write(self, event: Event) -> None:
-        """Write the line of a request or an outcome. Blocks. Raises OSError."""
-        is_new = not self._path.exists()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            # A line of its own, even after a torn one.
-            size = os.fstat(fd).st_size
-            is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-            line = b"%s%s\n" % (b"\n" if is_torn else b"", event.model_dump_json().encode())
-            if os.write(fd, line) < len(line):
-                raise OSError(errno.ENOSPC, f"{self._path} has no room for a whole line: free disk space")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        if is_new:
-            sync_folder(self._path.parent)
 
     def detect_changes(self, cluster: Cluster) -> None:
         """Add the changes since the last call."""
@@ -178,3 +148,49 @@ def _list_pserver_changes(last: PserverRegistry | None, replicas: Replicas, memb
     for standby, change in sorted({**changes, **dict.fromkeys(lost, "is no longer in sync")}.items()):
         facts = {"pserver": index, "standby": standby, "in_sync": len(replicas.in_sync)}
         yield "pserver", f"a standby of pserver {index} {change} ({len(replicas.in_sync)} in sync)", facts
+
+
+# ---------------------------------------------------------------- the trainers' output
+
+
+@dataclass(slots=True)
+class _RankOutput:
+    """The output of one rank. A later incarnation numbers its lines from 0 again."""
+
+    incarnation: Incarnation = 0
+    num_received: int = 0  # lines of this incarnation
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_LINES))
+    unfinished: tuple[str, ...] = ()
+    traceback: str | None = None
+
+
+class OutputLog:
+    """The output of the trainers of the newest run. A failed trainer's output stays when its rank returns."""
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._ranks: dict[Rank, _RankOutput] = {}
+
+    def add(self, rank: Rank, message: TrainerHeartbeat | Leave) -> None:
+        """Add the lines of a message from a member of the run; lines that were received before are left out."""
+        if message.run != self._run:
+            self._run = message.run
+            self._ranks.clear()
+        output = self._ranks.setdefault(rank, _RankOutput())
+        if message.incarnation != output.incarnation:
+            output.incarnation, output.num_received = message.incarnation, 0
+        if (sent := message.output) is not None:
+            output.lines.extend(sent.lines[max(0, output.num_received - sent.first) :])
+            output.num_received = max(output.num_received, sent.first + len(sent.lines))
+            output.unfinished = sent.unfinished
+        if isinstance(message, Leave):
+            output.traceback = message.traceback
+
+    def describe(self, run: Run, rank: Rank) -> TrainerOutput:
+        """Return the output of a rank. Raises NotFound if the run has no such trainer."""
+        output = self._ranks.get(rank) if run.record.name == self._run else None
+        if output is None and rank not in run.record.trainers:
+            raise NotFound(f"run {run.record.name} has no trainer {rank}")
+        output = output or _RankOutput()
+        lines = (*output.lines, *output.unfinished)
+        return TrainerOutput(run=run.record.name, rank=rank, lines=lines, traceback=output.traceback)

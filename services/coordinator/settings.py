@@ -55,18 +55,6 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     """The settings that every run of a coordinator starts with; its trainers may override those of the plan."""
 
     num_trainers: int = Field(default=DEFAULT_TRAINERS, ge=1, description="number of trainers of a complete cluster")
-    max_trainers: int | None = Field(
-        default=None,
-        ge=1,
-        description="largest number of trainers of a run, which accepts any number from `num_trainers` on; none: "
-        "exactly `num_trainers`",
-    )
-    last_call_seconds: float = Field(
-        default=5.0,
-        ge=0,
-        description="time for which a run with `max_trainers` waits for further trainers after the newest one; a "
-        "trainer with `WORLD_SIZE` ends the wait immediately",
-    )
     strategy: Strategy = _declared("strategy")
     mode: Mode = _declared("mode")
     max_delay: int = _declared("max_delay")
@@ -233,8 +221,6 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
                 f"a standby replaces its pserver with durability replicated only, and not with {self.durability}: omit "
                 "durability, or start standbys that only serve reads with: gradpost serve pserver --follow"
             )
-        if self.max_trainers is not None and self.max_trainers < self.num_trainers:
-            raise ValueError(f"max_trainers {self.max_trainers} is less than num_trainers {self.num_trainers}")
         return self
 
     @model_validator(mode="after")

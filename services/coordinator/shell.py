@@ -1,11 +1,16 @@
-"""The shell that the tasks of the coordinator share: the disk, the clock, waiting, and requests to pservers."""
+"""The shell that the tasks of the coordinator share: the disk, the clock, waiting, and requests to pservers.
+
+The file of the durable state is written at every decision.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 
@@ -15,12 +20,14 @@ from ps_protocol.fields import Message
 from ps_protocol.messages import PserverState
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import PserverIndex
+from services.runtime.checkpoints import COORDINATOR_FOLDER
 from services.runtime.logs import get_logger
+from services.runtime.storage import lock_folder, seal, unseal, write_file
 
-from .restore import RecordFile
 from .settings import CoordinatorSettings
 from .state.cluster import Cluster
 from .state.pservers import PserverMember
+from .state.record import ClusterRecord
 from .state.run import Run
 
 log = get_logger()
@@ -28,6 +35,43 @@ log = get_logger()
 TIMEOUT_SECONDS = 5.0  # for the answer of a pserver
 
 NO_ANSWER = (httpx.HTTPError, GradpostError, ValueError)  # silence, a refusal, and the page of a proxy
+
+
+FILE = "coordinator.json"
+
+
+class RecordFile:
+    """The file on the disk, and the lock of its folder. All methods block, and raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._lock_path = folder / COORDINATOR_FOLDER  # by which pservers recognise a shared state folder
+        self._lock: int | None = None
+        self._written: ClusterRecord | None = None
+
+    def lock(self) -> bool:
+        """Return whether this process has locked the file. The lock lasts until `unlock` or its end."""
+        self._lock = lock_folder(self._lock_path)
+        return self._lock is not None
+
+    def unlock(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def read(self) -> ClusterRecord | None:
+        """Return the record that was written last; None if there is none. Raises DamagedFile, OSError."""
+        if not self._path.exists():
+            return None
+        return unseal(self._path.read_bytes(), ClusterRecord, str(self._path))
+
+    def write(self, record: ClusterRecord) -> None:
+        """Write the record, unless it equals the one that was written last."""
+        if record != self._written:
+            self._written = None  # if this fails, it is unknown which of the two is there
+            write_file(self._path, [seal(record)])
+            self._written = record
 
 
 class Shell:

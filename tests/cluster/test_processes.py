@@ -136,12 +136,12 @@ for _ in range(3):
 """
 PAGE = """
 import sys
-from services.coordinator.dashboard import routes
-assert sys.prefix in routes.__file__, routes.__file__
-page = routes.read_page(wants_token=False).body.decode()
+from services.coordinator import pages
+assert sys.prefix in pages.__file__, pages.__file__
+page = pages.read_page(wants_token=False).body.decode()
 assert "<template id=" in page, "the chart library is another one"
 names = [part.split('"')[0] for part in page.split('"dashboard/')[1:]]
-assert len(names) >= 4 and all(routes.read_file(name).body for name in [*names, routes.CHARTS])
+assert len(names) >= 4 and all(pages.read_file(name).body for name in [*names, pages.CHARTS])
 """
 
 

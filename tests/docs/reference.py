@@ -29,7 +29,7 @@ from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
 from ps_protocol.membership import Membership
 from ps_protocol.optimizers import RULES
-from services.coordinator.metrics import measure_cluster
+from services.coordinator.process import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.metrics import PserverMetrics
 from services.pserver.settings import PserverSettings
@@ -129,7 +129,6 @@ def _labels(collector: Collector, family: Metric) -> list[str]:
 
 # No client depends on the members of these; they are for reading.
 INSPECTION = {
-    "Override",
     "TrainerOutput",
     "PserverState",
     "PserverStatus",

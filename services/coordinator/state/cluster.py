@@ -257,13 +257,11 @@ class Cluster:
         self.run = join_run(self.run, request, now)
         record = self.run.record
         trainer = record.find_process(request.instance)
-        if trainer is None or record.num_trainers is None:
-            # A crash may lose this candidate, whose next request makes it one again.
-            raise NotReady(f"run {record.name} waits for its trainers", waiting_for=self.waiting_for)
+        assert trainer is not None
         return TrainerJoined(
             run=record.name,
             rank=trainer.rank,
-            world_size=record.num_trainers,
+            world_size=self._settings.num_trainers,
             incarnation=trainer.incarnation,
             consistency=self._settings.consistency,
             lease_seconds=self.lease_seconds,
@@ -376,7 +374,7 @@ class Cluster:
         record = self.run.record
         if record.state != "gathering" or record.plan is not None:
             return
-        if not (self.registry.is_complete and record.num_declared == record.num_trainers):
+        if not (self.registry.is_complete and record.num_declared == self._settings.num_trainers):
             return
         holders = {index: member.info.incarnation for index, member in self.registry.members.items()}
         self.run = start_run(self.run, holders, self.beginning, now)

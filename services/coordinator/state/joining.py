@@ -1,22 +1,22 @@
-"""The beginning of a run: trainers join, get their ranks and declare the model, which is planned. Pure.
-
-A run may accept `num_trainers` to `max_trainers`. As with torchrun's `--nnodes MIN:MAX`, it then waits until no trainer
-has joined for a while: the last call. Ranks are assigned at the end of the last call, since trainers learn them with
-the world size.
-"""
+"""The beginning of a run: trainers join, get their ranks and declare the model, which is planned. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
+from typing import Any
 
-from ps_protocol.errors import BadInput, Conflict, ModelMismatch, NotReady
+from ps_protocol.errors import BadInput, BadModel, Conflict, ModelMismatch, NotFound, NotReady
 from ps_protocol.membership import Membership
 from ps_protocol.messages import DeclareModel, JoinTrainer
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.plan import SlicePlan, make_plan, make_ring_plan
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, ParameterSpec, PserverIndex, Rank, Round
+from ps_protocol.wire_types import WireTypes
 from services.runtime.checkpoints import Manifest
 
-from .model import check_same_model, check_same_tensors, plan_model
+from ..settings import CoordinatorSettings
 from .record import TrainerRecord
 from .run import Run, TrainerReport, name_ranks
 
@@ -30,8 +30,6 @@ def join_run(run: Run, request: JoinTrainer, now: float) -> Run:
     check_expectations(run, request)
     if (known := run.record.find_process(request.instance)) is not None:
         return run.with_report(known.rank, seen_at=now)
-    if run.record.num_trainers is None and request.world_size is not None:
-        run = _fix_num_trainers(run, request.world_size)
     rank = _choose_rank(run, request.rank)
     before = run.record.trainers.get(rank)
     trainer = TrainerRecord(
@@ -42,42 +40,11 @@ def join_run(run: Run, request: JoinTrainer, now: float) -> Run:
         is_awaited=before is not None and before.is_awaited,
     )
     round_ = 0 if before is None else run.reports[rank].round
-    report = TrainerReport.begin(trainer, run.record.name, now, round_, has_chosen=request.rank is not None)
-    joined = replace(
+    report = TrainerReport.begin(trainer, run.record.name, now, round_)
+    return replace(
         run.with_change(trainers={**run.record.trainers, rank: trainer}),
         incarnations={**run.incarnations, rank: trainer.incarnation},
         reports={**run.reports, rank: report},
-    )
-    return end_last_call(joined, now)
-
-
-def end_last_call(run: Run, now: float) -> Run:
-    """Fix the number of trainers once enough are present and the last call is over, or no further trainer may join."""
-    if run.record.num_trainers is not None:
-        return run
-    fewest, most = run.sizes
-    present = [run.reports[rank] for rank in run.record.members]
-    needed = max([fewest, *(rank + 1 for rank in run.record.members if run.reports[rank].has_chosen)])
-    is_over = all(now - report.joined_at >= run.settings.last_call_seconds for report in present)
-    return _fix_num_trainers(run, len(present)) if len(present) == most or (len(present) >= needed and is_over) else run
-
-
-def _fix_num_trainers(run: Run, num_trainers: int) -> Run:
-    """Fix the number of trainers. Trainers without a rank are refused when they ask again."""
-    present = [trainer for trainer in run.record.trainers.values() if trainer.is_present]
-    choosing = [trainer for trainer in present if run.reports[trainer.rank].has_chosen]
-    before = {trainer.rank: trainer for trainer in choosing if trainer.rank < num_trainers}  # by their new ranks
-    free = [rank for rank in range(num_trainers) if rank not in before]
-    before |= zip(free, (trainer for trainer in present if trainer not in choosing), strict=False)
-    moved = {rank: run.incarnations.get(rank, 0) + 1 for rank, trainer in before.items() if trainer.rank != rank}
-    trainers = {
-        rank: trainer.model_copy(update={"rank": rank, "incarnation": moved.get(rank, trainer.incarnation)})
-        for rank, trainer in before.items()
-    }
-    return replace(
-        run.with_change(num_trainers=num_trainers, trainers=trainers),
-        incarnations={**run.incarnations, **moved},
-        reports={rank: run.reports[trainer.rank] for rank, trainer in before.items()},
     )
 
 
@@ -92,20 +59,17 @@ def check_protocol(version: int) -> None:
 
 def check_expectations(run: Run, request: JoinTrainer) -> None:
     """Raise Conflict if no run of this cluster can have such a trainer."""
-    fewest, most = run.sizes
-    if request.world_size is not None and not fewest <= request.world_size <= most:
+    size = run.settings.num_trainers
+    if request.world_size not in (None, size):
         raise Conflict(
-            "the WORLD_SIZE of the trainer does not match num_trainers and max_trainers of the coordinator; under "
-            "torchrun a host is one trainer, so start with: gradpost up --trainers 1 -- torchrun --standalone …",
-            code="world_mismatch",
-            expected=f"WORLD_SIZE {fewest}" if fewest == most else f"WORLD_SIZE {fewest} to {most}",
-            actual=f"WORLD_SIZE {request.world_size}",
-        )
-    most = request.world_size or most
-    if request.rank is not None and request.rank >= most:
+            "the WORLD_SIZE of the trainer does not match num_trainers of the coordinator; under torchrun a host is "
+            "one trainer, so start with: gradpost up --trainers 1 -- torchrun --standalone …",
+            code="world_mismatch", expected=f"WORLD_SIZE {size}", actual=f"WORLD_SIZE {request.world_size}",
+        )  # fmt: skip
+    if request.rank is not None and request.rank >= size:
         raise Conflict(
-            f"rank {request.rank} must be less than the number of trainers, {most}",
-            code="world_mismatch", expected=f"0 to {most - 1}", actual=f"rank {request.rank}",
+            f"rank {request.rank} must be less than the number of trainers, {size}",
+            code="world_mismatch", expected=f"0 to {size - 1}", actual=f"rank {request.rank}",
         )  # fmt: skip
     if actual := run.settings.consistency.unmet(request.expects):
         served = asdict(run.settings.consistency)
@@ -120,16 +84,16 @@ def check_expectations(run: Run, request: JoinTrainer) -> None:
 def _choose_rank(run: Run, wanted: Rank | None) -> Rank:
     """Return the rank of a new trainer. Raises Conflict or NotReady without a free one."""
     taken = {rank for rank, t in run.record.trainers.items() if t.is_present or t.state == "done"}
-    free = [rank for rank in range(run.sizes[1]) if rank not in taken]
+    size = run.settings.num_trainers
+    free = [rank for rank in range(size) if rank not in taken]
     if run.record.plan is not None and (not free or (wanted in taken and not run.record.trainers[wanted].is_present)):
-        others = name_ranks(range(run.sizes[1])) if run.sizes[1] < 3 else f"{run.sizes[1]} trainers"
+        others = name_ranks(range(size)) if size < 3 else f"{size} trainers"
         text = f"run {run.record.name} is under way with {others}, and this script would train another run after it"
         raise NotReady(text, waiting_for=f"run {run.record.name} to end")
     if wanted is None:
         if not free:
             raise Conflict(
-                f"all {run.sizes[1]} ranks are taken. Stop a trainer, or start the run with a larger num_trainers or "
-                "max_trainers",
+                f"all {size} ranks are taken. Stop a trainer, or start the cluster with a larger num_trainers",
                 code="rank_taken",
             )
         return free[0]
@@ -209,3 +173,98 @@ def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning:
     return replace(
         run, record=record.with_fields(base_round=beginning.round, source=beginning.run, membership=membership)
     )
+
+
+# ---------------------------------------------------------------- the declared model
+
+# Settings that need pservers, and the value that has no effect without them.
+_OF_PSERVERS = {"push_type": "float32", "pull_type": "float32", "local_steps": 0}
+_SAME = "all trainers must build the same model"
+
+
+def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers: int) -> SlicePlan:
+    """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
+    parameters = [ParameterSpec(*fields) for fields in model.parameters]
+    if settings.consistency.is_ring:
+        if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:
+            raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
+        return make_ring_plan(parameters, model.buffers)
+    if settings.consistency.is_async and model.nonfinite == "skip_round":
+        raise BadModel("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
+    if model.max_grad_norm is not None and model.local_steps:
+        raise BadModel("max_grad_norm has no effect with local_steps: call clip_grad_norm_ before each local step")
+    push, pull = model.push_type or settings.push_type, model.pull_type or settings.pull_type
+    wire = WireTypes(push, pull, settings.topk)
+    wire.check_mode(settings.consistency)
+    if wire.pulls_deltas and model.local_steps:
+        raise BadModel("pull_type int8 must not be set with local_steps: trainers change the deltas' base version")
+    return make_plan(
+        parameters,
+        num_pservers,
+        min_block_size=settings.min_block_size,
+        placement=settings.placement,
+        slice_parameters=settings.slice_parameters,
+        buffers=model.buffers,
+        optimizer=check_optimizer(model.optimizer, model.group_flags, model.members),
+        wire=wire,
+    )
+
+
+def find_parameter(plan: SlicePlan, name: str) -> ParameterSpec:
+    """Return a parameter. Raises NotFound."""
+    if name not in plan.parameter:
+        raise NotFound(f"there is no parameter {name!r} in this run")
+    return plan.parameter[name]
+
+
+def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: DeclareModel) -> None:
+    """Raise ModelMismatch with the first difference between the declarations of trainer `rank` and of `whose`."""
+    for name in DeclareModel.model_fields:
+        if name in ("run", "incarnation", "rendezvous", "parameters", "buffers"):
+            continue
+        if getattr(mine, name) != getattr(theirs, name):
+            raise ModelMismatch(
+                f"trainer {rank} and {whose} disagree on {name}",
+                expected=getattr(theirs, name),
+                actual=getattr(mine, name),
+            )
+    for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
+        if len(a) != len(b):
+            raise ModelMismatch(
+                f"trainer {rank} and {whose} have different numbers of {name}; {_SAME}", expected=len(b), actual=len(a)
+            )
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                raise ModelMismatch(
+                    f"trainer {rank} and {whose} differ in {name[:-1]} {i}; {_SAME}",
+                    expected=_describe(y),
+                    actual=_describe(x),
+                )
+
+
+def _describe(tensor: Sequence[Any]) -> str:
+    """Return a declared parameter or buffer in words.
+
+    >>> _describe(("0.weight", (33, 16), "F32", 0))
+    "'0.weight' of shape [33, 16] and dtype F32 in parameter group 0"
+    """
+    name, shape, dtype, *groups = tensor
+    return f"{name!r} of shape {list(shape)} and dtype {dtype}" + "".join(f" in parameter group {g}" for g in groups)
+
+
+def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
+    """Raise ModelMismatch with the first difference between two plans' tensors and optimizers; cuts may differ."""
+    for what, mine, theirs in (
+        ("parameters", plan.parameters, other.parameters),
+        ("buffers", _shapes(plan), _shapes(other)),
+        ("optimizer", (plan.optimizer,), (other.optimizer,)),
+    ):
+        if mine != theirs:
+            pairs = [(a, b) for a, b in zip_longest(mine, theirs) if a != b]
+            raise ModelMismatch(
+                f"the trainers and {whose} declare different {what}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
+            )
+
+
+def _shapes(plan: SlicePlan) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    return tuple((spec.name, spec.shape, spec.dtype) for spec in plan.buffers)

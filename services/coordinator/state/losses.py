@@ -30,7 +30,7 @@ from ps_protocol.errors import Conflict, Ended, GradpostError, NotFound, RoundTi
 from ps_protocol.messages import Leave, TrainerHeartbeat
 from ps_protocol.vocabulary import Rank, Round
 
-from .joining import agree_on_model, end_last_call
+from .joining import agree_on_model
 from .pservers import PserverMember
 from .record import TrainerState
 from .run import Run, name_ranks
@@ -145,7 +145,6 @@ def expire_trainers(run: Run, now: float, lease_seconds: float) -> Run:
         if age > lease_seconds:
             text = f"trainer {rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)"
             run = lose_trainer(run, rank, TrainerLost(text, ranks=[rank]), now)
-    run = end_last_call(run, now)
     limit = run.settings.rejoin_timeout_seconds
     for trainer in run.record.awaited:
         if now - run.reports[trainer.rank].gone_at <= limit:
@@ -184,7 +183,7 @@ def _expire_declarations(run: Run, now: float) -> Run:
         for rank in late:
             run = _lose_stuck(run, rank, TrainerLost(f"trainer {rank} {owed}", ranks=[rank]), now)
         return run
-    all_joined = len(record.members) == record.num_trainers
+    all_joined = len(record.members) == run.settings.num_trainers
     if record.is_over or not (record.num_declared and all_joined and run.missing_ranks):
         return replace(run, complete_since=None)
     if run.complete_since is None:

@@ -69,7 +69,6 @@ class RunRecord(Message):
 
     name: str
     state: RunState = "gathering"
-    num_trainers: int | None  # None until it is fixed
     failure: Failure | None = None
     plan: Plan | None = None
     declaration: DeclareModel | None = None  # of the lowest rank that has declared

@@ -52,7 +52,6 @@ class TrainerReport:
     joined_at: float
     gone_at: float = 0.0  # when it was lost or failed
     cut_off_at: float = -math.inf  # when it last reported the current incarnation of a pserver as unreachable
-    has_chosen: bool = False  # the trainer named its rank, with RANK
     is_stuck: bool = False  # lost although it is alive, because it does not progress
     declaration: DeclareModel | None = None  # the model that the trainer has declared
 
@@ -106,20 +105,14 @@ class Run:
     @classmethod
     def begin(cls, name: str, settings: CoordinatorSettings, incarnations: Mapping[Rank, Incarnation]) -> Run:
         """Return a run without trainers."""
-        num_trainers = settings.num_trainers if settings.max_trainers is None else None
-        record = RunRecord(name=name, num_trainers=num_trainers)
-        return cls(settings, record, incarnations)
+        return cls(settings, RunRecord(name=name), incarnations)
 
     def restore(self, record: RunRecord, now: float) -> Run:
         """Continue a recorded run. All leases begin now, and the last change is made again."""
-        num_trainers = self.record.num_trainers
-        if record.num_trainers is not None:  # other settings may not allow the recorded number
-            fewest, most = self.sizes
-            num_trainers = min(max(record.num_trainers, fewest), most)
         number = max(record.change_number, self.record.change_number)
         return replace(
             self,
-            record=record.with_fields(num_trainers=num_trainers, change_number=number).with_change(),
+            record=record.with_fields(change_number=number).with_change(),
             reports={
                 rank: TrainerReport.begin(
                     trainer,
@@ -140,8 +133,8 @@ class Run:
 
     def await_all(self, now: float) -> Run:
         """Wait for new processes of all trainers, even of those that were done, and even if the run was over."""
-        record, size = self.record, self.record.num_trainers
-        trainers = {rank: t for rank, t in record.trainers.items() if size is None or rank < size}
+        record, size = self.record, self.settings.num_trainers
+        trainers = {rank: t for rank, t in record.trainers.items() if rank < size}
         members = dict(record.membership.members)
         # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
         # In asynchronous modes its start follows from the pservers' state instead.
@@ -170,12 +163,6 @@ class Run:
     def nonfinite(self) -> NonfinitePolicy:
         """The policy for gradients with NaN or infinity: the policy of the trainers, or of the settings."""
         return (self.record.declaration and self.record.declaration.nonfinite) or self.settings.nonfinite
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The least and the largest number of trainers; equal once the number is fixed."""
-        fewest = self.record.num_trainers or self.settings.num_trainers
-        return fewest, self.record.num_trainers or self.settings.max_trainers or fewest
 
     @property
     def lowest_round(self) -> Round:
@@ -207,7 +194,11 @@ class Run:
     def missing_ranks(self) -> list[Rank]:
         """The ranks that have not declared their model."""
         trainers = self.record.trainers
-        return [rank for rank in range(self.sizes[0]) if rank not in trainers or trainers[rank].state != "declared"]
+        return [
+            rank
+            for rank in range(self.settings.num_trainers)
+            if rank not in trainers or trainers[rank].state != "declared"
+        ]
 
     @property
     def waiting_for(self) -> list[str]:
@@ -218,11 +209,8 @@ class Run:
             return [f"trainer {trainer.rank}" for trainer in record.awaited] + undeclared
         if record.is_over:
             return []
-        missing = {rank: " to declare its model" if rank in record.trainers else "" for rank in self.missing_ranks}
-        if record.num_trainers is None:
-            absent = [f"trainer {rank}" for rank in missing if rank not in record.trainers]
-            return absent or ["the last call for trainers"]
-        return [f"trainer {rank}{text}" for rank, text in missing.items()]
+        joined = dict.fromkeys(record.trainers, " to declare its model")
+        return [f"trainer {rank}{joined.get(rank, '')}" for rank in self.missing_ranks]
 
     @property
     def newest_controls(self) -> Controls:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ps_config.versions import installed_versions
-from ps_protocol.messages import ClusterStatus, Override, PlanReady, PserverInfo, PserverStatus, TrainerStatus
+from ps_protocol.membership import Controls
+from ps_protocol.messages import ClusterStatus, PlanReady, PserverInfo, PserverStatus, TrainerStatus
 from ps_protocol.process_reports import ProcessFigures, Software
 from ps_protocol.standbys import ReportStandby, StandbyStatus
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
@@ -80,6 +81,16 @@ def describe_pause(run: Run) -> str:
     return "an administrator has paused the run; it continues after: gradpost resume"
 
 
+def describe_overrides(controls: Controls) -> tuple[str, ...]:
+    """Return the learning rates and frozen parameters that override the script's, in words.
+
+    >>> describe_overrides(Controls(rates={0: 0.05}, frozen=("fc.bias",)))
+    ('learning rate 0.05 for parameter group 0', 'parameter fc.bias is frozen')
+    """
+    rates = [f"learning rate {rate:g} for parameter group {group}" for group, rate in controls.rates.items()]
+    return (*rates, *(f"parameter {name} is frozen" for name in controls.frozen))
+
+
 def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
     """Return the round of each pserver; with strategy ring the newest round of the trainers."""
     if run.settings.consistency.is_ring:
@@ -149,7 +160,6 @@ def describe_status(
     now: float,
     wall: float,
     process: ProcessFigures | None = None,
-    overrides: tuple[Override, ...] = (),
 ) -> ClusterStatus:
     """Return the state of the cluster. `wall` is the time since 1970 at `now`; `process` is the coordinator's own."""
     record, plan, prospects = run.record, run.record.plan, list_prospects(run, registry, now)
@@ -160,7 +170,7 @@ def describe_status(
         state=record.state,
         mode=run.settings.mode,
         num_pservers=registry.num_pservers,
-        num_trainers=run.sizes[0],
+        num_trainers=run.settings.num_trainers,
         waiting_for=tuple(list_waits(run, registry)),
         is_paused=bool(describe_pause(run)),
         elapsed_seconds=None if run.started_at is None else (run.ended_at or now) - run.started_at,
@@ -194,7 +204,7 @@ def describe_status(
             for rank, trainer in record.trainers.items()
         ),
         standbys=describe_standbys(registry, now),
-        overrides=overrides,
+        overrides=describe_overrides(run.newest_controls),
         software=Software(**installed_versions()),
         process=process,
     )

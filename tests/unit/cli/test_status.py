@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from ps_config.environment import PREFIX
 from ps_protocol.errors import TrainerLost
 from ps_protocol.messages import (
     ClusterStatus,
-    Override,
     PserverHeartbeat,
     PserverState,
     PserverStatus,
@@ -68,9 +66,7 @@ WITH_STANDBYS = STATE.model_copy(
             ),
             StandbyStatus(**STANDBY),
         ),
-        "overrides": (
-            Override(text="parameter w is frozen", round=1200, by="token 5f0c", at=1e9), Override(text="rate"),
-        ),
+        "overrides": ("parameter w is frozen",),
     }
 )  # fmt: skip
 IN_A_RING = STATE.model_copy(
@@ -89,10 +85,7 @@ trainer  state   round  results                    heartbeat
 1 of 2   joined  1,233  accuracy 0.9833, loss nan  0.2 s ago
 
 """),
-    "overrides": (WITH_STANDBYS, f"""\
-parameter w is frozen from round 1,200 on, set with token 5f0c at {datetime.fromtimestamp(1e9)}
-rate
-"""),
+    "overrides": (WITH_STANDBYS, "parameter w is frozen\n"),
     "standbys": (WITH_STANDBYS, """\
 standby of  address             state           round  lag                           heartbeat
 pserver 0   http://127.0.0.1:2  in sync         1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago

@@ -19,8 +19,7 @@ from ps_protocol.messages import (
 )
 from ps_protocol.process_reports import ScriptInfo
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.coordinator.curves import CurveList
-from services.coordinator.history import HistoryRecord
+from services.coordinator.history import CurveList, HistoryRecord
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.run import Run
@@ -38,7 +37,6 @@ def defaults(num_trainers: int = 2, *, consistency: Consistency | None = None, *
         "round_timeout_seconds": 60.0,
         "on_trainer_loss": "fail",
         "durability": "none",
-        "last_call_seconds": 0.0,
     }
     return CoordinatorSettings(**{**values, **changes})
 

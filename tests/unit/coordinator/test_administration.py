@@ -7,23 +7,16 @@ import pytest
 
 from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.membership import FrozenRounds, HeldRun
-from ps_protocol.messages import Override
 from services.coordinator import administration
-from services.coordinator.administration import Administration, RollBack, SetRate, describe_overrides
+from services.coordinator.administration import Administration, RollBack, SetRate
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.events import Event
 
 from .coordinating import FakePservers, eventually, heartbeat, leave, training
 from .support import beat, leaving, list_checkpoints, registration
 
 
-def requests(coordinator: Coordinator) -> list[Event]:
-    """Return the requests and their outcomes."""
-    return [event for event in coordinator.events.after(0) if event.by]
-
-
 def outcomes(coordinator: Coordinator) -> list[str]:
-    return [event.facts["outcome"] for event in requests(coordinator)]
+    return [event.facts["outcome"] for event in coordinator.events.after(0) if event.by]
 
 
 async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused() -> None:
@@ -38,7 +31,7 @@ async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused
         assert (cluster.run.record.state, cluster.run.rollback_to, outcomes(coordinator)) == (
             "training",
             None,
-            ["requested", "failed"],
+            ["failed"],
         )
 
 
@@ -49,7 +42,7 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
         may_go_on = pservers.hold("0")
         with pytest.raises(TryAgain, match="pending after"):
             await Administration(coordinator).pause("me")
-        assert outcomes(coordinator) == ["requested"]
+        assert outcomes(coordinator) == ["failed"]
         may_go_on.set()
         cluster = coordinator.cluster
         await eventually(
@@ -59,11 +52,6 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
             )
         )
         assert cluster.run.record.membership.newest_controls.is_paused
-        await eventually(lambda: len(requests(coordinator)) == 2)
-        request, last = requests(coordinator)
-        since = cluster.run.record.membership.newest_controls.since
-        assert (request.text, last.text) == ("pause is requested", f"pause: from round {since} on")
-        assert (last.by, last.facts["request"]) == ("me", request.id)
 
 
 async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on() -> None:
@@ -81,21 +69,6 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
             assert [(one.since, one.is_paused, one.rates) for one in controls] == [(5, True, {0: 0.5})]
 
 
-async def test_settings_in_force_have_the_newest_request_that_made_them() -> None:
-    async with training() as coordinator:
-        administrator = Administration(coordinator)
-        await administrator.set_rate("a", SetRate(rate=0.5))
-        await administrator.set_rate("b", SetRate(rate=0.5, group=0))
-        await administrator.freeze("c", "w")
-        run, entries = coordinator.cluster.run, requests(coordinator)
-        found = describe_overrides(run, entries)
-        assert [(one.text, one.by, one.round, one.at) for one in found] == [
-            ("learning rate 0.5 for parameter group 0", "b", 5, entries[3].at),
-            ("parameter w is frozen", "c", 5, entries[5].at),
-        ]
-        assert describe_overrides(run, []) == tuple(Override(text=one.text) for one in found)
-
-
 async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() -> None:
     pservers = FakePservers()
     async with training(pservers) as coordinator:
@@ -104,7 +77,7 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
         pservers.ranges = [[0, 2]]
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", RollBack(round=3))
-        assert outcomes(coordinator) == ["requested", "failed"]
+        assert outcomes(coordinator) == ["failed"]
         assert (cluster.run.record.state, cluster.run.record.attempt, cluster.run.rollback_to) == (
             "training",
             0,
@@ -135,7 +108,7 @@ async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_tr
         with pytest.raises(Conflict, match=expected):
             await Administration(coordinator).roll_back("me", RollBack(round=2))
         assert (cluster.run.record.state, cluster.run.record.attempt) == ("training", 0)
-        assert outcomes(coordinator) == ["requested", "failed"]
+        assert outcomes(coordinator) == ["failed"]
 
 
 @pytest.mark.parametrize("attempt", [0, None, 1])

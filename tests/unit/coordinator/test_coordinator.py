@@ -30,8 +30,8 @@ from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSER
 from services.coordinator.administration import Administration, StopRun
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.restore import RecordFile
 from services.coordinator.settings import CoordinatorSettings
+from services.coordinator.shell import RecordFile
 from services.coordinator.state.record import ClusterRecord, RunRecord, TrainerRecord
 from services.runtime.metrics import ServiceMetrics
 

@@ -8,7 +8,7 @@ import pytest
 
 from ps_protocol.fields import Mean
 from ps_protocol.messages import TrainerHeartbeat
-from services.coordinator.curves import MAX_POINTS, Curves
+from services.coordinator.history import MAX_POINTS, Curves
 
 from .support import alive
 

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from ps_config.tokens import TokenFolder
-from services.coordinator.dashboard import routes
-from services.coordinator.dashboard.routes import add_dashboard_routes
+from services.coordinator import pages
+from services.coordinator.pages import add_dashboard_routes
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import Guard
@@ -46,7 +46,7 @@ async def test_all_files_of_the_page_are_public(app: FastAPI, tmp_path: Path) ->
         scripts |= {
             found for found in re.findall(r'from "\./([^"]+)"', reply.text) if f"dashboard/{found}" not in names
         }
-    assert {f"dashboard/{path.name}" for path in routes._FOLDER.iterdir()} - {"dashboard/index.html"} == set(names)
+    assert {f"dashboard/{path.name}" for path in pages._FOLDER.iterdir()} - {"dashboard/index.html"} == set(names)
     for name in names:
         reply = await get(app, "/" + name)
         assert reply.status_code == 200, name
@@ -57,7 +57,7 @@ async def test_the_page_has_no_inline_code_and_no_other_origins(app: FastAPI) ->
     assert "script-src 'self'; style-src 'self';" in page.headers["content-security-policy"]
     assert "unsafe" not in page.headers["content-security-policy"]
     assert not re.search(r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle=|javascript:", page.text)
-    for path in routes._FOLDER.iterdir():
+    for path in pages._FOLDER.iterdir():
         others = set(re.findall(r"https?://[^\"'`\s]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
         assert not others, path
 
@@ -74,11 +74,11 @@ async def test_files_are_compressed_and_cached(app: FastAPI) -> None:
 
 
 async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
-    kept = routes._read_file.cache_info().currsize
+    kept = pages._read_file.cache_info().currsize
     for name in ("files.py", "..%2Ffiles.py", "index.html", "x" * 1000, "%00"):
         reply = await get(app, f"/dashboard/{name}")
         assert (reply.status_code, reply.json()["code"]) == (404, "not_found"), name
-    assert routes._read_file.cache_info().currsize == kept
+    assert pages._read_file.cache_info().currsize == kept
 
 
 async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI, tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI, tmp_path
 
 
 def test_the_chart_library_does_not_write_styles() -> None:
-    charts = routes.read_file(routes.CHARTS)
+    charts = pages.read_file(pages.CHARTS)
     assert charts.body.startswith(b"/**\n* plotly.js v"), "the package plotly is not installed, or another one"
     made = set(re.findall(rb'document\.createElement\("style"\)', charts.body))
     assert made
-    assert re.search(rb'<template id="[0-9a-f]{64}"></template>', routes.read_page(wants_token=False).body)
+    assert re.search(rb'<template id="[0-9a-f]{64}"></template>', pages.read_page(wants_token=False).body)

@@ -1,14 +1,9 @@
-"""The events of a run, and the requests of administrators."""
+"""The events of a run."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import pytest
-
 from ps_protocol.errors import TrainerLost
-from services.coordinator.events import FILE, MAX_EVENTS, Events
+from services.coordinator.events import MAX_EVENTS, Events
 from services.coordinator.state.record import Decision
 
 from .support import LEASE, beat, joining, leaving, list_checkpoints, make_cluster, registration, train
@@ -19,7 +14,7 @@ def texts(events: Events, after: int = 0) -> list[str]:
 
 
 def test_changes_of_the_cluster_become_events():
-    cluster, events = make_cluster(on_trainer_loss="wait", durability="log"), Events(Path())
+    cluster, events = make_cluster(on_trainer_loss="wait", durability="log"), Events()
     events.detect_changes(cluster)
     assert texts(events) == []
     cluster.register_pserver(registration("0", index=0), 0.0)
@@ -63,7 +58,7 @@ def test_changes_of_the_cluster_become_events():
 
 
 def test_ids_go_up_and_the_newest_are_kept():
-    cluster, events = make_cluster(), Events(Path())
+    cluster, events = make_cluster(), Events()
     for number in range(MAX_EVENTS + 5):
         events.add(cluster, "change", str(number))
     ids = [event.id for event in events.after(0)]
@@ -73,38 +68,3 @@ def test_ids_go_up_and_the_newest_are_kept():
     for text in ("checkpoint of round 10", "checkpoint of round 20"):
         events.add(cluster, "checkpoint", text)
     assert texts(events)[-2:] == [str(MAX_EVENTS + 4), "checkpoint of round 20"]
-
-
-# ---------------------------------------------------------------- requests of administrators
-
-
-def request(events: Events, text: str = "pause") -> None:
-    events.write(events.add(make_cluster(), "change", text, "me"))
-
-
-def read(folder: Path) -> Events:
-    events = Events(folder)
-    events.read()
-    return events
-
-
-def test_a_restarted_coordinator_reads_requests_between_foreign_lines(tmp_path: Path) -> None:
-    request(read(tmp_path))
-    with (tmp_path / FILE).open("a") as file:
-        file.write('a foreign line\n{"id": 9, "torn')
-    request(read(tmp_path), "resume")
-    events = read(tmp_path)
-    assert texts(events) == ["pause", "resume"]
-    events.add(make_cluster(), "run", "training")
-    ids = [event.id for event in events.after(0)]
-    assert ids == sorted(set(ids))
-
-
-def test_a_line_that_is_written_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, real = read(tmp_path), os.write
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
-        with pytest.raises(OSError, match="has no room for a whole line"):
-            request(events)
-    request(events, "resume")
-    assert texts(read(tmp_path)) == ["resume"]

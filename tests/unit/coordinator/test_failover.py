@@ -24,8 +24,8 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator import failover
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.metrics import measure_cluster
-from services.coordinator.restore import RecordFile
+from services.coordinator.process import measure_cluster
+from services.coordinator.shell import RecordFile
 from services.coordinator.state.replicas import Replicas
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import GIVEN_KEY

@@ -14,9 +14,8 @@ from structlog.testing import capture_logs
 from ps_protocol.errors import NotFound
 from services.coordinator import history
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.curves import MAX_POINTS
-from services.coordinator.dashboard.routes import add_history_routes
-from services.coordinator.history import RunHistory
+from services.coordinator.history import MAX_POINTS, RunHistory
+from services.coordinator.pages import add_history_routes
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
 
@@ -116,7 +115,7 @@ async def test_a_finished_run_is_written_with_its_curves_before_the_next_one() -
         assert [trainer.state for trainer in record.status.trainers] == ["done", "done"]
         assert record.ended_at > record.started_at
         curve = record.curves.curves["loss"][0]
-        assert (len(curve.round), curve.round[-1]) == (history.MAX_POINTS, MAX_POINTS - 1)
+        assert (len(curve.round), curve.round[-1]) == (history.MAX_KEPT_POINTS, MAX_POINTS - 1)
         assert record.curves.curves["loss"][1].value == [7.0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from ps_protocol.errors import NotFound
 from ps_protocol.messages import Leave, TrainerHeartbeat
 from ps_protocol.process_reports import MAX_KEPT_LINES, OutputLines
-from services.coordinator.output import OutputLog
+from services.coordinator.events import OutputLog
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.run import Run
 

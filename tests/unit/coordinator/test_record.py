@@ -10,9 +10,9 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
 from ps_protocol.membership import Controls, FrozenRounds, HeldRun, Membership
-from services.coordinator import restore as restore_module
+from services.coordinator import shell
 from services.coordinator.reconcile import make_installation
-from services.coordinator.restore import FILE, RecordFile
+from services.coordinator.shell import FILE, RecordFile
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.joining import declare_model, join_run
 from services.coordinator.state.losses import expire_trainers, note_heartbeat
@@ -302,7 +302,7 @@ def test_a_record_is_made_and_written_only_if_something_has_changed(tmp_path, mo
     file.write(cluster.describe())
     (tmp_path / FILE).unlink()
     with monkeypatch.context() as patch:
-        patch.delattr(restore_module, "seal")
+        patch.delattr(shell, "seal")
         file.write(cluster.describe())
     assert not (tmp_path / FILE).exists()
     cluster.run = cluster.run.with_change()

@@ -344,3 +344,21 @@ def test_a_run_that_continues_waits_until_it_has_its_minimum_of_trainers(min_tra
         assert run.record.targets == {0: 2}
         run = expire_trainers(run, 1000, LEASE * 1000)
         assert run.record.failure is None
+
+
+@pytest.mark.parametrize("restart_after", ["", "declaration", "loss", "other declaration"])
+def test_a_trainer_that_returns_before_the_start_declares_its_model_again(restart_after: str):
+    def restart_if(run: Run, event: str) -> Run:
+        return make_run().restore(run.record, LEASE) if event == restart_after else run
+
+    run = join_run(join_run(make_run(), joining("a"), 0), joining("b"), 0)
+    run = restart_if(declare_model(run, 0, model()), "declaration")
+    run = note_heartbeat(note_heartbeat(run, 0, alive(), 0), 1, alive(), LEASE)
+    run = restart_if(expire_trainers(run, LEASE + 1, LEASE), "loss")
+    run = restart_if(declare_model(run, 1, model(min_block_size=100)), "other declaration")
+    with raises_code("model_mismatch", match="trainer 0 and trainer 1 disagree on min_block_size"):
+        note_heartbeat(run, 0, alive(), LEASE + 2)
+    assert run.missing_ranks == [0]
+    assert declare_model(run, 0, model(min_block_size=100)).missing_ranks == []
+    alone = note_heartbeat(leave_run(run, 1, leaving(), LEASE + 2), 0, alive(), LEASE + 3)
+    assert (alone.record.declaration, alone.missing_ranks) == (model(), [1])

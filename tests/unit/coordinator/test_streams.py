@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from services.coordinator import reading
+from services.coordinator import inspection
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.inspection import open_file
@@ -145,7 +145,7 @@ async def test_nothing_more_is_read_for_a_client_that_has_disconnected() -> None
 
 async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise their pserver would close the connection as stalled."""
-    monkeypatch.setattr(reading, "STILL_SECONDS", 0.02)
+    monkeypatch.setattr(inspection, "STILL_SECONDS", 0.02)
     pservers = Pservers(2)
     async with serving(pservers) as coordinator, open_file(coordinator, "w") as stream:
         parts = [await anext(stream.parts), await anext(stream.parts)]

@@ -17,7 +17,7 @@ from gradpost.state_folder import MAX_RUNS, named_root, new_folder, newest_folde
 from gradpost.up import choose_port, make_environment, resolve_command, run_up
 from gradpost.up.run import UpOptions
 from ps_config.environment import SETTINGS_FILE_VARIABLE
-from services.coordinator.restore import RecordFile
+from services.coordinator.shell import RecordFile
 
 from ..coordinator.support import change_record, make_cluster, train
 

@@ -85,7 +85,7 @@ function noticesOf(status) {
     notices.push({ kind: "info", title: "Waiting for", text: status.waiting_for.join(", ") });
   }
   if (status.overrides.length) {
-    notices.push({ kind: "info", title: "Set by an administrator", text: status.overrides.map(({ text }) => text).join(", ") });
+    notices.push({ kind: "info", title: "Set by an administrator", text: status.overrides.join(", ") });
   }
   const wait = waitOf(status);
   if (wait > LATE_SECONDS && !status.failure) {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import StorageFailed
-from services.coordinator.restore import RecordFile
+from services.coordinator.shell import RecordFile
 from services.pserver.durable import snapshots
 from services.pserver.durable.disk import (
     IDENTITY,

@@ -29,7 +29,7 @@ from services.runtime.scopes import DASHBOARD, DASHBOARD_FILE
 from services.runtime.server import run_service, serve
 from services.runtime.settings import ServiceSettings
 
-from ..history import HistoryEntry, HistoryRecord, RunHistory
+from .history import HistoryEntry, HistoryRecord, RunHistory
 
 # Scripts and styles are files of this service. The page runs no inline code and uses no other site.
 _HEADERS = PAGE_HEADERS | {
@@ -72,7 +72,7 @@ def _send(file: File, request: Request) -> Response:
 CHARTS = "plotly.min.js"
 
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_FOLDER = Path(__file__).parent / "static"
+_FOLDER = Path(__file__).parent / "dashboard" / "static"
 _PAGE = "index.html"
 _NAMES = frozenset(path.name for path in _FOLDER.iterdir()) - {_PAGE} | {CHARTS}
 _MARK = b"<!-- styles of the chart library -->"
