@@ -255,8 +255,6 @@ class RunResult:
         self._checkpoints = checkpoints
         self._saving: asyncio.Task[None] | None = None
         self._last_summary: RunSummary | None = None
-        # When a summary of the newest run, start and round was made first.
-        self._ends: dict[tuple[str, float | None, Round], float] = {}
 
     def save_if_due(self) -> None:
         """Begin to save the result of a run that its trainers have left, unless that is done or under way."""
@@ -313,10 +311,7 @@ class RunResult:
         is_ring = run.settings.consistency.is_ring
         rounds = run.highest_round if is_ring else min((state.round for state in states), default=run.highest_round)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
-        # All trainers print their summary at the end, and after the same round each gets the same seconds.
-        of = run.record.name, run.started_at, rounds
-        self._ends = {of: self._ends.get(of, self._shell.now())}
-        end = self._ends[of] if run.ended_at is None else run.ended_at
+        end = self._shell.now() if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
         for _, report in sorted(run.reports.items(), reverse=True):
             results.update(report.heartbeat.results)  # the lowest rank's results win

@@ -215,11 +215,7 @@ def _resume(
     if record is not None and run is not None and run.state == "gathering" and run.plan is None:
         cluster.restore(record, now())
     elif record is not None and run is not None and _is_on_disks(run, settings):
-        alternative = None
-        if run.state == "failed":
-            with contextlib.suppress(StorageFailed):
-                alternative = _find_beginning(record, place)
-        cluster.restore(record, now(), resume=True, alternative=alternative)
+        cluster.restore(record, now(), resume=True)
         log.info("resuming", run=run.name, attempt=run.attempt)
         return
     manifest = _find_beginning(record, place)

@@ -4,7 +4,7 @@
             ──► freeze the pservers, decide, install, as after any restart (reconcile.py)
 
 A pserver is suspected by its standbys and by a restarted process of it (here), by trainers, supervisors and its own
-heartbeats (app.py), at the end of its lease (coordinator.py), and by requests that it does not answer (reconcile.py).
+heartbeats (process.py), at the end of its lease (coordinator.py), and if it does not answer (reconcile.py).
 No probe is made if its process has ended, if it stops or stalls, or if its lease is over. There is one task for each
 shard. While it replaces the pserver, no change of members begins.
 

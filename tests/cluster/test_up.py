@@ -205,7 +205,7 @@ def test_a_run_that_is_stopped_can_be_continued(
     script.write_text(script.read_text().replace("Linear(8, 2)", "Linear(8, 2, bias=False)"))
     command = ("--resume", "--pservers", 1, "--trainers", 1, "--", "python", script)
     code, _, stderr = run_up(*command, folder=tmp_path)
-    other = r"gradpost: the resumed run has another model: trainer 0 and run \w+ .* Omit --resume to begin a new run\n"
+    other = r"gradpost: trainer 0 and run \w+ .* to train another model, start again without --resume\n"
     assert re.fullmatch(other, stderr.splitlines(keepends=True)[-1]), stderr
     assert code == 1
 

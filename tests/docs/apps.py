@@ -10,8 +10,8 @@ import httpx
 from fastapi import FastAPI
 
 from ps_protocol.frames import DEFAULT_LIMITS
-from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.app import make_pserver_app
 from services.pserver.metrics import PserverMetrics

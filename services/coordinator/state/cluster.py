@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ps_protocol.errors import Conflict, Ended, ModelMismatch, NotReady, RoundTimeout, TrainerLost, error_from_problem
+from ps_protocol.errors import Conflict, Ended, ModelMismatch, NotReady, RoundTimeout, error_from_problem
 from ps_protocol.membership import PserverRegistered, RegisterPserver, RequiredStandbys
 from ps_protocol.messages import (
     DeclareModel,
@@ -32,7 +32,6 @@ from .losses import (
     expire_pservers,
     expire_trainers,
     leave_run,
-    lose_stuck_trainers,
     note_heartbeat,
     return_stuck_trainers,
     time_out,
@@ -63,7 +62,6 @@ class Cluster:
         )
         self.run = Run.begin(name_run(), settings, {})
         self.beginning: Manifest | None = None  # the checkpoint that the next run begins with
-        self._alternative: Manifest | None = None  # that of a failed run, which is not resumed
         self.persisted: Mapping[PserverIndex, Replicas] = {}  # the replicas on the disk, or earlier ones
         self.resume_at: float | None = None  # when the restored run is resumed, unless a process of it reports before
 
@@ -100,16 +98,13 @@ class Cluster:
         self.run = replace(self.run, incarnations=record.trainer_incarnations)
         self.registry = replace(self.registry, incarnations=record.pserver_incarnations)
 
-    def restore(
-        self, record: ClusterRecord, now: float, *, resume: bool = False, alternative: Manifest | None = None
-    ) -> None:
+    def restore(self, record: ClusterRecord, now: float, *, resume: bool = False) -> None:
         """Restore the cluster from its record. All leases begin now, and the last change is made again.
 
         With `resume` the run is resumed, even if it finished or failed, after a lease without a report of its
-        processes. If one reports, only the coordinator was restarted; if the run had failed, the next one begins with
-        the checkpoint `alternative`.
+        processes. If one reports, only the coordinator was restarted. A failed run waits until its pservers have ended.
         """
-        self.resume_at, self._alternative = now + self.lease_seconds if resume else None, alternative
+        self.resume_at = now + self.lease_seconds if resume else None
         self.restore_incarnations(record)
         for pserver in record.pservers:
             self.registry = self.registry.restore(pserver, now, record.replicas[pserver.info.index])
@@ -131,7 +126,7 @@ class Cluster:
         self.registry = self.registry.clear_replicas()  # their processes have ended, too
         self.run = self.run.await_all(now)
 
-    def _cancel_resumption(self, *, is_trainer: bool = True) -> None:
+    def _cancel_resumption(self, now: float, *, is_trainer: bool = True) -> None:
         """Continue the restored run as it is, because a process from before the restart has reported.
 
         A report from a trainer of a run that was over does not count, because its script may not know of the end.
@@ -139,16 +134,11 @@ class Cluster:
         record = self.run.record
         if self.resume_at is None or (is_trainer and record.is_over):
             return
+        if record.state == "failed":
+            self.resume_at = now + self.lease_seconds
+            return
         self.resume_at = None
         log.warning("not resumed: processes of the run before are still alive", run=record.name, state=record.state)
-        if record.state != "failed":
-            return
-        self.beginning = self._alternative
-        if self.beginning is not None:
-            log.warning("the next run begins with a checkpoint of the failed run", round=self.beginning.round)
-        else:
-            advice = "to continue it, stop its pservers too and start all processes again"
-            log.error(f"the failed run has no checkpoint, so the next run begins with initial values; {advice}")
 
     # ------------------------------------------------------------------ pservers
 
@@ -180,7 +170,7 @@ class Cluster:
         self.registry = self.registry.heartbeat(index, message, now)
         self._note_missing_pservers(now)
         if self.registry.members[index].is_restored:
-            self._cancel_resumption(is_trainer=False)
+            self._cancel_resumption(now, is_trainer=False)
         run = self.run
         if message.run == run.record.name:
             if message.failure is not None:
@@ -235,12 +225,12 @@ class Cluster:
         check_protocol(request.protocol)
         check_expectations(self.run, request)  # no later run could admit the trainer either
         if request.instance in {trainer.instance for trainer in self.run.record.trainers.values()}:
-            self._cancel_resumption()
+            self._cancel_resumption(now)
         self._resume_if_due(now)
         record = self.run.record
         if self.resume_at is not None:
-            text = f"run {record.name} is resumed; living processes from before the restart must report first"
-            raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
+            text = f"run {record.name} is resumed a lease after the newest report of a process from before the restart"
+            raise NotReady(text, waiting_for="the end of the pservers of a failed run; end them to resume it")
         if record.is_over and record.find_process(request.instance) is None:
             if self.exit_when_done:
                 text = f"run {record.name} is over, and --exit-when-done ends the cluster; start a new cluster"
@@ -280,20 +270,13 @@ class Cluster:
             raise self.run.record.failure or error from None
 
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
-        """Renew a trainer's lease, and act on its reports of lost rounds and unreachable pservers."""
+        """Renew a trainer's lease, and act on its report of lost rounds."""
         run = note_heartbeat(self.run, rank, message, now)
-        self._cancel_resumption()
+        self._cancel_resumption(now)
         if run.record.state == "training":
             run = self._note_lost_rounds(run, rank, message)
             if self._settings.consistency.is_ring:
                 run = check_ring(run, message, now)
-            for index, (incarnation, seconds) in message.unreachable.items():
-                # Otherwise the trainer has not received the address of the pserver's next incarnation yet.
-                if self.registry.incarnations.get(index) == incarnation:
-                    run = run.with_report(rank, cut_off_at=now)
-                if self.registry.was_reachable(index, incarnation, now - seconds, now):
-                    text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
-                    run = lose_stuck_trainers(run, [rank], TrainerLost(text, ranks=[rank]), now)
         self.run = run
         return self.answer_trainer(now)
 
@@ -331,7 +314,7 @@ class Cluster:
         """Remove a trainer. If it failed because it waited too long for other trainers, mark them as stuck first."""
         run = self.run
         run.member(rank, message.run, message.incarnation)
-        self._cancel_resumption()
+        self._cancel_resumption(now)
         if message.outcome == "failed" and run.record.plan is not None:
             for pserver in self.registry.members.values():
                 last = pserver.heartbeat

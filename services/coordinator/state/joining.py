@@ -107,19 +107,19 @@ def declare_model(run: Run, rank: Rank, message: DeclareModel) -> Run:
     """Store a trainer's declaration. Raises BadInput, or ModelMismatch with the first difference."""
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
     plan_model(message, run.settings, num_pservers=1)  # raises if the model cannot be planned
-    declaration = agree_on_model(run, rank, message)
+    declaration = _agree_on_model(run, rank, message)
     is_other = declaration is not message and message.rendezvous != declaration.rendezvous
     if rank == 0 and trainer.has_declared and is_other:
         raise ModelMismatch(f"trainer {rank} must declare the rendezvous that run {record.name} was planned for")
-    record = record.with_fields(declaration=declaration).with_trainers([rank], has_declared=True, declaration=None)
-    run = replace(run, record=record).with_report(rank, declaration=declaration)
+    record = record.with_fields(declaration=declaration).with_trainers([rank], has_declared=True)
+    run = replace(run, record=record)
     if trainer.state not in ("joined", "lost"):  # a lost trainer is awaited, and declares late
         return run
     run = replace(run, record=record.with_trainers([rank], state="declared").with_change())
     return run.with_report(rank, is_stuck=False).continue_without_lost()
 
 
-def agree_on_model(run: Run, rank: Rank, mine: DeclareModel) -> DeclareModel:
+def _agree_on_model(run: Run, rank: Rank, mine: DeclareModel) -> DeclareModel:
     """Return the declaration of the run, given that of a trainer. Raises ModelMismatch if they differ."""
     record, known = run.record, run.record.declaration
     others = [t.rank for t in record.trainers.values() if t.has_declared and t.is_present and t.rank != rank]
@@ -134,18 +134,8 @@ def fail_deserted_run(run: Run, mismatch: ModelMismatch, now: float) -> Run:
     record = run.record
     if record.plan is None or record.num_declared or not any(t.is_awaited for t in record.trainers.values()):
         return run
-    text = (
-        f"{mismatch.detail}. All trainers of run {record.name} are gone, so that it has ended; start the script again"
-    )
-    return run.fail(_name_resumption(run, mismatch) or ModelMismatch(text, **mismatch.facts), now)
-
-
-def _name_resumption(run: Run, mismatch: ModelMismatch) -> ModelMismatch | None:
-    """Return the error of trainers that declare another model than the run that was resumed; None for a new run."""
-    if not run.settings.resume:
-        return None
-    text = f"the resumed run has another model: {mismatch.detail}. Omit --resume to begin a new run"
-    return ModelMismatch(text, **mismatch.facts)
+    text = f"{mismatch.detail}. Run {record.name} has ended: to train another model, start again without --resume"
+    return run.fail(ModelMismatch(text, **mismatch.facts), now)
 
 
 def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning: Manifest | None, now: float) -> Run:
@@ -163,7 +153,7 @@ def start_run(run: Run, pservers: Mapping[PserverIndex, Incarnation], beginning:
     try:
         check_same_tensors(plan, beginning.plan, f"the checkpoint of run {beginning.run}")
     except ModelMismatch as error:
-        return run.fail(_name_resumption(run, error) or error, now)
+        return run.fail(error, now)
     starts: dict[Rank, Round] = {}
     if run.settings.consistency.is_async:
         steps = beginning.newest_steps

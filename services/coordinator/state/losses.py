@@ -17,7 +17,8 @@ the coordinator resumes the run        any                        lost          
 
 A trainer is present if it has joined or declared. The policy `wait` awaits a lost trainer. `continue` does so while
 fewer than `min_trainers` are present. `fail` fails the run. A rank that was awaited stays so under each policy, if the
-next process is lost before it declares. Without a plan no trainer is awaited, since its rank is free again.
+next process is lost before it declares. Without a plan no trainer is awaited, since its rank is free again, and a lost
+trainer that has declared its model must be started again.
 """
 
 from __future__ import annotations
@@ -30,17 +31,13 @@ from ps_protocol.errors import Conflict, Ended, GradpostError, NotFound, RoundTi
 from ps_protocol.messages import Leave, TrainerHeartbeat
 from ps_protocol.vocabulary import Rank, Round
 
-from .joining import agree_on_model
 from .pservers import PserverMember
 from .record import TrainerState
 from .run import Run, name_ranks
 
 
 def note_heartbeat(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> Run:
-    """Renew a trainer's lease and store its progress and results. A trainer that was lost too soon returns.
-
-    Raises ModelMismatch if the other trainers have declared another model meanwhile.
-    """
+    """Renew a trainer's lease and store its progress and results. A trainer that was lost too soon returns."""
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
     run = run.with_report(rank, seen_at=now, heartbeat=message.model_copy(update={"output": None, "means": None}))
     first = record.membership.starts.get(rank, (record.base_round or 0) + 1)
@@ -54,11 +51,8 @@ def note_heartbeat(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) 
 
 def _return_trainer(run: Run, rank: Rank) -> Run:
     """Undo the loss of a trainer. It stays awaited until the pservers have installed it."""
-    trainer, record, model = run.record.trainers[rank], run.record, run.reports[rank].declaration
-    if model is not None:
-        record = record.with_fields(declaration=agree_on_model(run, rank, model))
-    state = "declared" if trainer.has_declared else "joined"
-    record = record.with_trainers([rank], state=state, declaration=None)
+    trainer = run.record.trainers[rank]
+    record = run.record.with_trainers([rank], state="declared" if trainer.has_declared else "joined")
     if record.membership.members.get(rank) != trainer.incarnation:
         record = record.with_change()  # the pservers have not installed this incarnation
     return replace(run, record=record).with_report(rank, is_stuck=False).continue_without_lost()
@@ -83,8 +77,7 @@ def lose_trainer(run: Run, rank: Rank, failure: GradpostError, now: float, state
 
 def _remove_member(run: Run, rank: Rank, why: str, now: float, **fields: Any) -> Run:
     """Set the state of a trainer that is lost or failed."""
-    declaration = run.reports[rank].declaration if run.record.plan is None else None
-    fields = {"was_evicted": False, **fields, "why": why, "round": 0, "declaration": declaration}
+    fields = {"was_evicted": False, **fields, "why": why, "round": 0}
     return replace(run, record=run.record.with_trainers([rank], **fields).with_change()).with_report(rank, gone_at=now)
 
 
@@ -111,8 +104,7 @@ def leave_run(run: Run, rank: Rank, message: Leave, now: float) -> Run:
     if record.state == "gathering" and record.plan is None:
         others = {other: t for other, t in record.trainers.items() if other != rank}
         return replace(run.with_change(trainers=others), reports={other: run.reports[other] for other in others})
-    is_exact = message.attempt is not None
-    done = record.with_trainers([rank], state="done", is_awaited=False, round=message.round, is_round_exact=is_exact)
+    done = record.with_trainers([rank], state="done", is_awaited=False, round=message.round)
     run = replace(run, record=done.with_change())
     if message.attempt is not None and message.attempt < record.attempt:
         run = run.fail_for_lost_rounds(record.base_round or 0, message.round, now)
@@ -175,22 +167,13 @@ def expire_pservers(run: Run, pservers: Iterable[PserverMember], now: float) -> 
 
 
 def _expire_declarations(run: Run, now: float) -> Run:
-    """Lose trainers that joined but did not declare a model within the round time-out; without a plan fail the run."""
-    limit, record = run.settings.round_timeout_seconds, run.record
-    owed = f"joined, but did not declare a model within the round time-out of {limit:g} s"
-    if record.plan is not None:
-        late = [t.rank for t in record.undeclared if now - run.reports[t.rank].joined_at > limit]
-        for rank in late:
-            run = _lose_stuck(run, rank, TrainerLost(f"trainer {rank} {owed}", ranks=[rank]), now)
-        return run
-    all_joined = len(record.members) == run.settings.num_trainers
-    if record.is_over or not (record.num_declared and all_joined and run.missing_ranks):
-        return replace(run, complete_since=None)
-    if run.complete_since is None:
-        return replace(run, complete_since=now)
-    if now - run.complete_since <= limit:
-        return run
-    return run.fail(RoundTimeout(f"{name_ranks(run.missing_ranks)} {owed}", missing=run.missing_ranks), now)
+    """Lose trainers that joined but did not declare a model within the round time-out."""
+    limit = run.settings.round_timeout_seconds
+    for rank, trainer in run.record.trainers.items():
+        if trainer.state == "joined" and now - run.reports[rank].joined_at > limit:
+            text = f"trainer {rank} joined, but did not declare a model within the round time-out of {limit:g} s"
+            run = _lose_stuck(run, rank, TrainerLost(text, ranks=[rank]), now)
+    return run
 
 
 def lose_stuck_trainers(run: Run, ranks: list[Rank], failure: GradpostError, now: float) -> Run:
@@ -220,12 +203,10 @@ def return_stuck_trainers(run: Run, missing: Collection[Rank]) -> Run:
 def time_out(run: Run, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> Run:
     """Lose trainers that others have waited for during the round time-out.
 
-    It runs only while all pservers serve the run and the trainer can reach them.
+    It runs only while all pservers serve the run.
     """
-    limit, since = run.settings.round_timeout_seconds, max(now - waiting_seconds, run.unserved_at)
-    reports = run.reports
-    late = [rank for rank in missing if rank in reports and now - max(since, reports[rank].cut_off_at) > limit]
-    if not late:
+    limit, late = run.settings.round_timeout_seconds, [rank for rank in missing if rank in run.reports]
+    if not late or now - max(now - waiting_seconds, run.unserved_at) <= limit:
         return run
     owed = f"reach the batch barrier of round {round_}"
     if run.settings.consistency.is_async:

@@ -249,24 +249,10 @@ class PserverRegistry:
         return self._with_member(replace(member, is_asked_to_stop=True, has_stopped=has_stopped))
 
     def renew_leases(self, now: float) -> PserverRegistry:
-        """Renew all leases, although none has sent a heartbeat: `was_reachable` starts again."""
+        """Renew all leases, although none has sent a heartbeat."""
         renewed = {index: replace(member, seen_at=now, present_since=now) for index, member in self.members.items()}
         standbys = {instance: replace(standby, seen_at=now) for instance, standby in self.standbys.items()}
         return replace(self, known={**self.known, **renewed}, standbys=standbys)
-
-    def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
-        """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.
-
-        A pserver that is about to stop, or that sent no heartbeat since, was not reachable, even if its lease has not
-        ended.
-        """
-        member = self.find(index, incarnation)
-        if member is None or member.is_lost or member.heartbeat.is_stopping:
-            return False
-        since = max(since, member.present_since)
-        # A pserver whose newest heartbeat is as old as this may be dead, so that its lease decides.
-        has_newer_heartbeat = member.seen_at - since > (now - since) / 2
-        return has_newer_heartbeat and now - since > self.lease_seconds
 
     def expire(self, now: float) -> PserverRegistry:
         """Note that pservers with an expired lease are lost, and remove standbys with an expired lease."""

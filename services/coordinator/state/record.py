@@ -39,14 +39,12 @@ class TrainerRecord(Message):
     metrics_address: str | None
     state: TrainerState = "joined"
     has_declared: bool = False  # a model, even if it was lost since
-    declaration: DeclareModel | None = None  # the declared model of a trainer that was lost before training began
     why: str = ""  # the reason for which it was lost or failed
     was_evicted: bool = False  # lost because an administrator evicted it
     # The run waits for this rank, whichever process takes it; a process that took it leaves it so until installed.
     is_awaited: bool = False
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     round: Round = 0  # the newest completed round of a trainer that is done
-    is_round_exact: bool = True  # False if its process ended without leaving: the round is that of a heartbeat
 
     @property
     def is_present(self) -> bool:

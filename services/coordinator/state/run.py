@@ -20,7 +20,7 @@ from typing import Any
 
 from ps_protocol.errors import Conflict, Ended, GradpostError, RunStopped, StaleRun
 from ps_protocol.membership import Controls
-from ps_protocol.messages import DeclareModel, RunState, TrainerHeartbeat
+from ps_protocol.messages import RunState, TrainerHeartbeat
 from ps_protocol.vocabulary import Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 
 from ..settings import CoordinatorSettings
@@ -51,9 +51,7 @@ class TrainerReport:
     seen_at: float
     joined_at: float
     gone_at: float = 0.0  # when it was lost or failed
-    cut_off_at: float = -math.inf  # when it last reported the current incarnation of a pserver as unreachable
     is_stuck: bool = False  # lost although it is alive, because it does not progress
-    declaration: DeclareModel | None = None  # the model that the trainer has declared
 
     @classmethod
     def begin(cls, trainer: TrainerRecord, run: str, now: float, round_: Round, **fields: Any) -> TrainerReport:
@@ -100,7 +98,6 @@ class Run:
     started_at: float | None = None  # when training began, in this process
     first_round: Round | None = None  # after which training began in this process; earlier after a rollback
     ended_at: float | None = None
-    complete_since: float | None = None  # since when all trainers have joined, while some have not declared
 
     @classmethod
     def begin(cls, name: str, settings: CoordinatorSettings, incarnations: Mapping[Rank, Incarnation]) -> Run:
@@ -114,17 +111,7 @@ class Run:
             self,
             record=record.with_fields(change_number=number).with_change(),
             reports={
-                rank: TrainerReport.begin(
-                    trainer,
-                    record.name,
-                    now,
-                    trainer.round,
-                    gone_at=now,
-                    # Before training others may have replaced the run's declaration since.
-                    declaration=record.declaration
-                    if record.plan is None and trainer.state == "declared"
-                    else trainer.declaration,
-                )
+                rank: TrainerReport.begin(trainer, record.name, now, trainer.round, gone_at=now)
                 for rank, trainer in record.trainers.items()
             },
             started_at=None if record.plan is None else now,
@@ -316,7 +303,7 @@ class Run:
 
     def may_return(self, trainer: TrainerRecord) -> bool:
         """Return whether a lost trainer may return, because the run has not gone on without it."""
-        return trainer.is_awaited or not trainer.has_declared or self.record.plan is None
+        return trainer.is_awaited or not trainer.has_declared
 
     def continue_without_lost(self) -> Run:
         """Stop waiting for lost trainers under the policy `continue`, if enough are present."""
@@ -338,27 +325,16 @@ class Run:
     def describe_left_early(self, rounds: Round) -> str:
         """Return which trainers left before the last of `rounds`; an empty text if all hold the last parameters.
 
-        It is empty in asynchronous modes, where no two trainers hold the same parameters. Of a process that exited
-        without leaving the run only the round of a heartbeat is known.
+        It is empty in asynchronous modes, where no two trainers hold the same parameters.
         """
         early = [t for t in self.record.trainers.values() if t.state == "done" and t.round < rounds]
         if not early or self.settings.consistency.is_async:
             return ""
-        exact = [f"trainer {t.rank} (round {t.round})" for t in early if t.is_round_exact]
-        exited = [f"trainer {t.rank}" for t in early if not t.is_round_exact]
-        texts = []
-        if exact:
-            texts.append(
-                f"{_shorten(exact)} left before round {rounds}, with older parameters than the others. Let all "
-                "trainers take equally many steps, and iterate over optimizer.epochs(…), which continues where the "
-                "run is"
-            )
-        if exited:
-            texts.append(
-                f"{_shorten(exited)} exited without leaving the run, perhaps before round {rounds}. Let scripts end "
-                "without os._exit"
-            )
-        return ". ".join(texts)
+        named = _shorten([f"trainer {t.rank} (round {t.round})" for t in early])
+        return (
+            f"{named} left before round {rounds}, with older parameters than the others. Let all trainers take equally "
+            "many steps, iterate over optimizer.epochs(…), which continues where the run is, and end without os._exit"
+        )
 
     def find_rollback_obstacle(self, round_: Round) -> str:
         """Return why the run cannot be rolled back to a round; an empty text if it can."""

@@ -7,8 +7,6 @@ import errno
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,11 +23,10 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fields import Message
 from ps_protocol.membership import Controls, InstallMembers, InstallRun
-from ps_protocol.messages import PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.administration import Administration, StopRun
-from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.shell import RecordFile
 from services.coordinator.state.record import ClusterRecord, RunRecord, TrainerRecord
@@ -117,27 +114,6 @@ async def test_a_pause_of_the_coordinator_renews_every_lease_once():
         await asyncio.sleep(0.5)
         assert coordinator.cluster.run.record.failure is None
         await eventually(lambda: coordinator.cluster.run.record.failure is not None)
-
-
-async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Trainers print it at the end, each at another time."""
-    async with httpx.AsyncClient() as http:
-        coordinator = Coordinator(CoordinatorSettings(state_dir=tmp_path), http)
-
-    async def summarize(round_: int, now: float) -> tuple[int, float]:
-        async def answer() -> list[PserverState]:
-            run = coordinator.cluster.run.record.name
-            return [PserverState(index=0, incarnation=1, run=run, round=round_)]
-
-        monkeypatch.setattr(coordinator, "read_states", answer)
-        monkeypatch.setattr(coordinator, "now", lambda: now)
-        summary = await coordinator.result.summary()
-        return summary.rounds, summary.seconds
-
-    assert await summarize(0, 5.0) == (0, 0.0)
-    coordinator.cluster.run = replace(coordinator.cluster.run, started_at=10.0)
-    assert await summarize(0, 11.0) == (0, 1.0)  # not negative: the round is the same as before the start
-    assert [await summarize(*case) for case in ((7, 12.0), (7, 13.0), (8, 14.0))] == [(7, 2.0), (7, 2.0), (8, 4.0)]
 
 
 # ---------------------------------------------------------------- the end of a run, and a place that hangs

@@ -22,9 +22,8 @@ from ps_protocol.messages import PserverHeartbeatReply, PserverState, TrainerHea
 from ps_protocol.standbys import FenceStandby, PserverEnded, ReportStandby, SeenStandbys
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator import failover
-from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.process import measure_cluster
+from services.coordinator.process import make_coordinator_app, measure_cluster
 from services.coordinator.shell import RecordFile
 from services.coordinator.state.replicas import Replicas
 from services.runtime.metrics import ServiceMetrics

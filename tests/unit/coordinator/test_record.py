@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
-from ps_protocol.membership import Controls, FrozenRounds, HeldRun, Membership
+from ps_protocol.membership import FrozenRounds, HeldRun, Membership
 from services.coordinator import shell
 from services.coordinator.reconcile import make_installation
 from services.coordinator.shell import FILE, RecordFile
@@ -17,11 +16,9 @@ from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.joining import declare_model, join_run
 from services.coordinator.state.losses import expire_trainers, note_heartbeat
 from services.coordinator.state.record import (
-    Beginning,
     ClusterRecord,
     Decision,
 )
-from services.runtime.checkpoints import Manifest
 from services.runtime.storage import DamagedFile
 
 from .support import (
@@ -74,11 +71,11 @@ def restarted(before: Cluster, folder: Path) -> Cluster:
     return after
 
 
-def resuming(before: Cluster, folder: Path, beginning: Manifest | None = None, **changes: Any) -> Cluster:
+def resuming(before: Cluster, folder: Path, **changes: Any) -> Cluster:
     """Return a cluster that resumes its run after a lease, unless a process from before the restart reports."""
     after = make(before.run.settings.num_trainers, **changes)
     record = write_and_read(before, folder)
-    after.restore(record, RESTART, resume=True, alternative=beginning)
+    after.restore(record, RESTART, resume=True)
     return after
 
 
@@ -151,17 +148,6 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     assert make_installation(restarted(before, tmp_path), 0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
-def test_no_trainer_is_unreachable_for_a_pserver_without_a_heartbeat_since_the_restart(tmp_path):
-    cluster = restarted(rolled_back(), tmp_path)
-    cut_off = alive().model_copy(update={"unreachable": {0: (1, LEASE + 1)}})
-    for now in (RESTART + 0.1, NO_LEASE + 0.1):  # by then its lease has expired, but it is not removed yet
-        cluster.trainer_heartbeat(0, cut_off, now)
-        assert not cluster.run.reports[0].is_stuck
-    cluster.pserver_heartbeat(0, beat(run=cluster.run.record.name), NO_LEASE + 0.1)
-    cluster.trainer_heartbeat(0, cut_off, NO_LEASE + 0.1)
-    assert cluster.run.reports[0].is_stuck
-
-
 # ---------------------------------------------------------------- a resumption
 
 
@@ -198,25 +184,10 @@ def test_if_the_coordinator_alone_was_restarted_the_run_is_as_before(tmp_path, s
     assert cluster.run.record.state == "training"
 
 
-@pytest.mark.parametrize("end", ["finished", "failed"])
-def test_if_the_coordinator_alone_was_restarted_a_run_that_was_over_stays_over(tmp_path, end):
-    after = resuming(
-        over("done" if end == "finished" else "failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail"
-    )
-    assert after.shown_run.record.state == "training"
-    after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
-    assert after.shown_run is after.run
-    assert (after.run.record.state, after.run.record.failure is None, after.run.record.is_deserted) == (
-        end,
-        end == "finished",
-        True,
-    )
-
-
 @pytest.mark.parametrize("sender", ["pserver", "trainer"])
 def test_a_new_process_gets_no_place_while_earlier_processes_may_live(tmp_path, sender):
     cluster = resuming_with_one_done(tmp_path)
-    with pytest.raises(NotReady, match="before the restart must report first"):
+    with pytest.raises(NotReady, match="a lease after the newest report"):
         cluster.join_trainer(joining("new"), RESTART + 1)
     if sender == "pserver":
         cluster.pserver_heartbeat(0, beat(run="run1"), RESTART + 2)
@@ -238,18 +209,22 @@ def test_processes_that_are_known_to_have_ended_are_not_waited_for(tmp_path):
     assert after.join_trainer(joining("new", 0), RESTART + 1).run == "run1"
 
 
-def test_after_a_failed_run_that_pservers_still_hold_the_next_run_begins_with_its_checkpoint(tmp_path):
-    before = over("failed", on_trainer_loss="fail")
-    manifest = Manifest(
-        run="run1", attempt=0, round=20, consistency=Consistency(), plan=before.run.record.plan.as_json, shards=(),
-        created="2026-11-22T10:00:00+00:00",
-    )  # fmt: skip
-    after = resuming(before, tmp_path, manifest, on_trainer_loss="fail")
+def test_if_the_coordinator_alone_was_restarted_a_finished_run_stays_finished(tmp_path):
+    after = resuming(over("done", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail")
+    assert after.shown_run.record.state == "training"
     after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
-    assert after.run.record.state == "failed"
-    assert after.join_trainer(joining("new", 0), RESTART + 2).run != "run1"
-    assert after.beginning == manifest
-    assert after.describe().beginning == Beginning(run="run1", round=20, controls=Controls())
+    assert after.shown_run is after.run
+    assert (after.run.record.state, after.run.record.failure, after.run.record.is_deserted) == ("finished", None, True)
+
+
+def test_a_failed_run_is_resumed_once_its_pservers_have_ended(tmp_path):
+    after = resuming(over("failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail")
+    after.pserver_heartbeat(0, beat(run="run1"), RESTART + 1)
+    after.tick(NO_LEASE)
+    with pytest.raises(NotReady, match="a lease after the newest report"):
+        after.join_trainer(joining("new", 0), NO_LEASE)
+    after.tick(NO_LEASE + 1)
+    assert after.join_trainer(joining("new", 0), NO_LEASE + 1).run == "run1"
 
 
 def test_new_processes_resume_a_run_that_was_over(tmp_path):

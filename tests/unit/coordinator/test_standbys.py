@@ -15,8 +15,8 @@ from ps_protocol.messages import ClusterStatus
 from ps_protocol.routes import REPORT_STANDBY, STATUS
 from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state import pservers
 from services.coordinator.state.pservers import PserverRegistry

@@ -18,9 +18,9 @@ from ps_protocol.frames import encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.coordinator import inspection
-from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.inspection import open_file
+from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES

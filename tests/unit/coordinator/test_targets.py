@@ -12,8 +12,8 @@ from ps_config.hosts import reachable_host
 from ps_protocol.routes import JOIN_TRAINER
 from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.coordinator.app import describe_targets, is_own_address, make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.process import describe_targets, is_own_address, make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.losses import leave_run, note_heartbeat
