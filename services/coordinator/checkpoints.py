@@ -270,7 +270,7 @@ class RunResult:
                 await self._write_checkpoint(run)
             if warning := (await self._make_summary()).warning:
                 log.warning(warning)
-            cluster.update(run, lambda newest: replace(newest, is_result_saved=True))
+            cluster.update(run, lambda newest: replace(newest, saved_at=self._shell.now()))
         finally:
             self._shell.changed()
 

@@ -128,7 +128,7 @@ class Coordinator(Shell):
             self.notify()
             logged = self._log_news(logged)
             self.result.save_if_due()
-            if self.cluster.may_exit:
+            if self.cluster.may_exit(self.now()):
                 stop.set()
 
     def _log_news(self, logged: str) -> str:

@@ -179,8 +179,6 @@ class Cluster:
             run = return_stuck_trainers(run.note_applied(message.attempt, message.round), missing)
             run = time_out(run, message.round + 1, message.missing, message.waiting_seconds, now)
             self.run = run
-        if self.has_ended:
-            self.registry = self.registry.ask_to_stop(index)
         return PserverHeartbeatReply(
             complete=run.record.checkpoints,
             notice=describe_notice(self.run, self.registry, now),
@@ -201,7 +199,7 @@ class Cluster:
                 f"there is no pserver {report.follows} to follow",
                 code="world_mismatch", expected=f"0 to {registry.num_pservers - 1}", actual=report.follows,
             )  # fmt: skip
-        self.registry = self.registry.report_standby(report, now, stop=self.has_ended, may_lead=may_lead)
+        self.registry = self.registry.report_standby(report, now, may_lead=may_lead)
         leader = describe_leader(self.run, registry, report, may_lead=may_lead)
         return StandbyAnswer(lease_seconds=self.lease_seconds, stop=self.has_ended, exit_code=self.exit_code, **leader)
 
@@ -412,12 +410,15 @@ class Cluster:
         """True with --exit-when-done once the result of the run is saved, so that pservers and standbys may exit."""
         return self.exit_when_done and self.run.record.is_deserted and self.run.is_result_saved
 
-    @property
-    def may_exit(self) -> bool:
-        """True with --exit-when-done once the run is over and all living pservers and standbys know it."""
-        has_stopped = [member.has_stopped for member in self.registry.members.values()]
-        has_stopped += [standby.has_stopped for standby in self.registry.standbys.values()]
-        return self.exit_when_done and self.run.record.is_deserted and all(has_stopped)
+    def may_exit(self, now: float) -> bool:
+        """Return whether the process may exit, with --exit-when-done, because the pservers and standbys know the end.
+
+        They have stopped, or have lived for a lease since the result was saved.
+        """
+        if not self.has_ended or self.run.saved_at is None:
+            return False
+        have_stopped = all(member.heartbeat.is_stopping for member in self.registry.members.values())
+        return (have_stopped and not self.registry.standbys) or now - self.run.saved_at > self.lease_seconds
 
     @property
     def exit_code(self) -> int:

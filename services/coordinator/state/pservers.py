@@ -27,8 +27,6 @@ class PserverMember:
     present_since: float
     is_lost: bool = False  # its lease has expired; it may return
     is_restored: bool = False  # restored from the coordinator's record, and not registered since
-    is_asked_to_stop: bool = False
-    has_stopped: bool = False
 
     @classmethod
     def begin(cls, record: PserverRecord, now: float, *, is_restored: bool = False) -> PserverMember:
@@ -78,8 +76,6 @@ class Standby:
     report: ReportStandby
     seen_at: float  # by the monotonic clock
     may_lead: bool = True
-    is_asked_to_stop: bool = False
-    has_stopped: bool = False  # knows of the end, and may go on living
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +235,6 @@ class PserverRegistry:
         newer = {"round": max(last.round, round_), "coming_checkpoints": (*last.coming_checkpoints, *coming)}
         return self._with_member(replace(member, heartbeat=last.model_copy(update=newer)))
 
-    def ask_to_stop(self, index: PserverIndex) -> PserverRegistry:
-        """Ask a pserver to stop with the answer to its heartbeat.
-
-        It has stopped once it has confirmed the request, or has reported again: an answer may be lost.
-        """
-        member = self.members[index]
-        has_stopped = member.heartbeat.is_stopping or member.is_asked_to_stop
-        return self._with_member(replace(member, is_asked_to_stop=True, has_stopped=has_stopped))
-
     def renew_leases(self, now: float) -> PserverRegistry:
         """Renew all leases, although none has sent a heartbeat."""
         renewed = {index: replace(member, seen_at=now, present_since=now) for index, member in self.members.items()}
@@ -262,13 +249,10 @@ class PserverRegistry:
 
     # ------------------------------------------------------------------ standbys
 
-    def report_standby(
-        self, report: ReportStandby, now: float, *, stop: bool, may_lead: bool = True
-    ) -> PserverRegistry:
-        """Add a standby, or renew its lease. `stop` is part of the answer.
+    def report_standby(self, report: ReportStandby, now: float, *, may_lead: bool = True) -> PserverRegistry:
+        """Add a standby, or renew its lease.
 
-        A standby knows of the end once it reports again or stops, because an answer may be lost. Raises TryAgain beyond
-        `MAX_STANDBYS`, and Forbidden for a standby that another token has reported.
+        Raises TryAgain beyond `MAX_STANDBYS`, and Forbidden for a standby that another token has reported.
         """
         known = self.standbys.get(report.instance)
         if known is not None and known.may_lead and not may_lead:
@@ -278,8 +262,7 @@ class PserverRegistry:
             return replace(self, standbys=others)
         if len(others) >= MAX_STANDBYS:
             raise TryAgain(f"the limit of {MAX_STANDBYS} standbys is reached", code="overloaded")
-        has_stopped = known is not None and (known.has_stopped or (stop and known.is_asked_to_stop))
-        return replace(self, standbys={**others, report.instance: Standby(report, now, may_lead, stop, has_stopped)})
+        return replace(self, standbys={**others, report.instance: Standby(report, now, may_lead)})
 
     def drop_standby(self, address: str) -> PserverRegistry:
         """Remove the standby at an address, whose process has ended or become a pserver."""

@@ -91,7 +91,7 @@ class Run:
     lost_rounds: Mapping[PserverIndex, LostRounds] = field(default_factory=dict)  # reports of this attempt
     newest_applied: Round = 0  # the newest round that a pserver has reported in this attempt
     newest_received: Round = 0  # the newest round that a trainer has reported as received in this attempt
-    is_result_saved: bool = False  # the summary and the last checkpoint are made, so that pservers may exit
+    saved_at: float | None = None  # when the summary and the last checkpoint were made, so that pservers may exit
     installed_number: int = 0  # of the newest change that every pserver has installed
     installed_members: Mapping[Rank, Incarnation] = field(default_factory=dict)
     unserved_at: float = -math.inf  # when a pserver last did not serve the run, by the monotonic clock
@@ -140,6 +140,11 @@ class Run:
         waits = f" | waiting for: {', '.join(self.waiting_for)}" if self.waiting_for else ""
         record = self.record
         return f"<Run {record.name} [{record.state}, attempt {record.attempt}, change {record.change_number}{waits}]>"
+
+    @property
+    def is_result_saved(self) -> bool:
+        """True if the summary and the last checkpoint are made."""
+        return self.saved_at is not None
 
     @property
     def checkpoint_interval(self) -> Round:

@@ -267,14 +267,16 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # the summary is not made yet
-    cluster.run = replace(cluster.run, is_result_saved=True)
-    assert not cluster.may_exit
+    cluster.run = replace(cluster.run, saved_at=2)
+    assert not cluster.may_exit(2)
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
     cluster.pserver_heartbeat(1, beat(run="run1"), 2)
-    assert not cluster.may_exit  # the replies may be lost
+    assert not cluster.may_exit(2)  # the replies may be lost
     cluster.pserver_heartbeat(0, beat(run="run1").model_copy(update={"is_stopping": True}), 3)
-    cluster.pserver_heartbeat(1, beat(run="run1"), 3)
-    assert (cluster.may_exit, cluster.exit_code) == (True, 0)
+    assert not cluster.may_exit(3)
+    assert cluster.may_exit(2.1 + LEASE)  # pserver 1 lives on
+    cluster.pserver_heartbeat(1, beat(run="run1").model_copy(update={"is_stopping": True}), 3)
+    assert (cluster.may_exit(3), cluster.exit_code) == (True, 0)
     with raises_code("run_over"):
         cluster.join_trainer(joining("new"), 3)

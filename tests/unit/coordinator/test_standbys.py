@@ -64,21 +64,15 @@ class Leases(RuleBasedStateMachine):
         self.registry = PserverRegistry(1, LEASE)
         self.now = 0.0
         self.seen: dict[str, float] = {}
-        self.knows: dict[str, int] = {}  # the number of answers with `stop` that a later report has confirmed
 
-    @rule(instance=st.sampled_from("abc"), stop=st.booleans(), is_stopping=st.booleans())
-    def send_report(self, instance: str, stop: bool, is_stopping: bool) -> None:
+    @rule(instance=st.sampled_from("abc"), is_stopping=st.booleans())
+    def send_report(self, instance: str, is_stopping: bool) -> None:
         message = report(instance, is_stopping=is_stopping)
-        self.registry = self.registry.report_standby(message, self.now, stop=stop)
+        self.registry = self.registry.report_standby(message, self.now)
         if is_stopping:
             self.seen.pop(message.instance, None)
-            self.knows.pop(message.instance, None)
-            return
-        self.seen[message.instance] = self.now
-        if stop:
-            self.knows[message.instance] = self.knows.get(message.instance, 0) + 1
-        elif self.knows.get(message.instance, 0) == 1:
-            self.knows[message.instance] = 0  # the answer before this one may have been lost
+        else:
+            self.seen[message.instance] = self.now
 
     @rule(seconds=st.floats(0, 2 * LEASE))
     def wait(self, seconds: float) -> None:
@@ -86,7 +80,6 @@ class Leases(RuleBasedStateMachine):
         self.registry = self.registry.expire(self.now)
         for instance in [key for key, at in self.seen.items() if self.now - at > LEASE]:
             del self.seen[instance]
-            self.knows.pop(instance, None)
 
     @rule()
     def renew(self) -> None:
@@ -96,8 +89,6 @@ class Leases(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         assert {key: standby.seen_at for key, standby in self.registry.standbys.items()} == self.seen
-        has_stopped = {key for key, standby in self.registry.standbys.items() if standby.has_stopped}
-        assert has_stopped == {key for key in self.seen if self.knows.get(key, 0) >= 2}
 
 
 TestLeases = Leases.TestCase
@@ -108,9 +99,9 @@ def test_the_number_of_standbys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pservers, "MAX_STANDBYS", 2)
     registry = PserverRegistry(1, LEASE)
     for instance in "aba":
-        registry = registry.report_standby(report(instance), 0, stop=False)
+        registry = registry.report_standby(report(instance), 0)
     with pytest.raises(TryAgain, match="limit"):
-        registry.report_standby(report("c"), 1, stop=False)
+        registry.report_standby(report("c"), 1)
 
 
 async def test_the_status_lists_standbys() -> None:
