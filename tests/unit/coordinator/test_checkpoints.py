@@ -12,11 +12,9 @@ import httpx
 import pytest
 
 from ps_protocol.errors import StaleRound, TryAgain
-from ps_protocol.membership import Controls, Membership, WantCheckpoint
+from ps_protocol.membership import WantCheckpoint
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.routes import WANT_CHECKPOINT
-from services.coordinator import checkpoints as checkpoints_module
-from services.coordinator.administration import Administration
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.shell import Shell
 from services.coordinator.state.cluster import Cluster
@@ -26,12 +24,11 @@ from services.runtime.checkpoints import (
     complete_checkpoints,
     read_manifest,
     round_folder,
-    write_manifest,
 )
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
-from .coordinating import FakePservers, answering, training
+from .coordinating import FakePservers, answering
 from .support import beat, change_record, list_checkpoints, make_cluster, shard_file, train
 
 
@@ -41,18 +38,14 @@ class Writers(FakePservers):
     def __init__(self) -> None:
         super().__init__()
         self.named: list[int] = []  # rounds that pserver 0 was asked for
-        self.are_over: list[bool] = []
         self.rounds = [0, 0]
-        self.on_request: Callable[[], None] = lambda: None
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path != WANT_CHECKPOINT:
             return await super().__call__(request)
         index, message = int(request.url.host), WantCheckpoint.model_validate_json(request.content)
-        self.on_request()
         if index == 0:
             self.named.append(message.round)
-            self.are_over.append(message.is_over)
         if message.round < self.rounds[index]:
             raise StaleRound("it is over", current=self.rounds[index])
         return httpx.Response(204)
@@ -169,42 +162,6 @@ async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
             await making
 
 
-async def test_the_last_checkpoint_contains_what_is_applied_after_the_trainers_have_left():
-    async with scheduling([90, 90], mode="async", durability="none") as (cluster, writers, schedule):
-        change_record(cluster, state="finished", trainers={})
-        await schedule.advance()
-        assert writers.named == []  # without a request
-        writers.rounds = [90, 95]
-        async with requesting(cluster, schedule):
-            await schedule.advance()
-        assert (writers.named, writers.are_over) == ([90, 95], [True, True])
-
-
-async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypatch):
-    monkeypatch.setattr(checkpoints_module, "RETRY_SECONDS", 0.0)
-    writers = Writers()
-    async with training(writers, durability="none", on_trainer_loss="fail") as coordinator:
-        made = asyncio.create_task(Administration(coordinator).make_checkpoint("me"))
-        while not made.done():
-            writers.report(coordinator.cluster, published=(None, None), now=coordinator.now())
-            coordinator.changed()
-            await asyncio.sleep(0.005)
-        with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
-            await made
-        assert len(writers.named) >= 12
-
-
-async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint():
-    writers = Writers()
-    async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
-        change_record(coordinator.cluster, membership=Membership({}, controls=(Controls(is_paused=True),)))
-        writers.rounds = [94, 93]
-        writers.report(coordinator.cluster, published=(None, None))
-        with pytest.raises(TryAgain, match=r"is paused while its pservers have applied \[93, 94\] contributions"):
-            await asyncio.wait_for(Administration(coordinator).make_checkpoint("me"), 5)
-        assert writers.named == []
-
-
 # ---------------------------------------------------------------- manifests
 
 
@@ -259,10 +216,6 @@ def found(place: CheckpointStorage) -> list[int]:
     return [manifest.round for manifest in complete_checkpoints(place, "run1")]
 
 
-def refuse(_: object) -> None:
-    raise PermissionError("read-only")
-
-
 async def test_a_checkpoint_is_complete_when_all_pservers_have_published_their_shards(cluster, place, manifests):
     report(cluster, 0, 0)
     await manifests.complete()
@@ -300,29 +253,6 @@ async def test_shards_of_rounds_that_stay_incomplete_are_deleted(cluster, place,
     report(cluster, 1, 16, place=place)
     await manifests.complete()
     assert found(place) == [16, 4]
-
-
-async def test_a_shard_of_another_incarnation_harms_no_checkpoint(cluster, place, manifests):
-    await complete(manifests, cluster, 4)
-    place.write(f"{round_folder('run1', 4)}/pserver-0-of-2.0-1.safetensors", [b"of a pserver that was replaced"])
-    place.write(f"{round_folder('run1', 2)}/pserver-0-of-2.0-1.safetensors", [b"the same"])
-    assert found(place) == [4]
-    await complete(manifests, cluster, 8)
-    assert place.list("run1") == ["000000000004", "000000000008"]
-
-
-@pytest.mark.parametrize("deletes_manifests", [True, False])
-async def test_checkpoints_are_completed_though_a_place_refuses_to_delete(
-    cluster, place, manifests, monkeypatch, deletes_manifests
-):
-    """One that is deleted in part is not complete."""
-    delete = place.delete
-    monkeypatch.setattr(
-        place, "delete", lambda name: delete(name) if deletes_manifests and name.endswith(".json") else refuse(name)
-    )
-    await complete(manifests, cluster, 4, 8, 12)
-    assert list(cluster.run.record.checkpoints) == [12, 8]
-    assert found(place) == ([12, 8] if deletes_manifests else [12, 8, 4])
 
 
 async def test_a_checkpoint_is_not_completed_from_shards_of_several_attempts(cluster, place, manifests):
@@ -376,19 +306,6 @@ async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(clus
     assert list(cluster.run.record.checkpoints) == [8, 4]
 
 
-async def test_shards_that_another_attempt_publishes_outlive_the_undone_checkpoint_of_their_round(
-    cluster, place, manifests
-):
-    report_all(cluster, 4, place=place)
-    await manifests.complete()
-    roll_back(cluster, 0)
-    report_all(cluster, 4, attempt=1, place=place)
-    await manifests.complete()
-    [manifest] = all_checkpoints(place)
-    assert (manifest.attempt, manifest.round) == (1, 4)
-    assert {file.name for file in manifest.shards} <= set(place.list(round_folder("run1", 4)))
-
-
 async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_deleted(
     cluster, place, manifests, monkeypatch
 ):
@@ -406,15 +323,3 @@ async def test_a_manifest_that_is_written_during_a_rollback_of_its_round_is_dele
     report_all(cluster, attempt=1)
     await manifests.complete()
     assert found(place) == list(cluster.run.record.checkpoints) == []
-
-
-async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_by_round(cluster, place, manifests):
-    await complete(manifests, cluster, 4)
-    manifest = read_manifest(place, "run1", 4)
-    older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
-    write_manifest(place, older)
-    assert all_checkpoints(place) == [manifest, older]
-    early = manifest.model_copy(update={"round": 8, "created": "2001-01-01T00:00:00+00:00"})
-    write_manifest(place, early)
-    assert [(m.run, m.round) for m in all_checkpoints(place)] == [("run0", 900), ("run1", 8), ("run1", 4)]
-    assert all_checkpoints(open_checkpoint_storage(place.url + "/nowhere")) == []

@@ -43,16 +43,6 @@ def test_pservers_get_the_free_indices_in_order_or_the_one_they_want():
     assert [registry.members[index].info.address for index in (0, 1)] == ["http://b:1", "http://a:1"]
 
 
-def test_a_repeated_registration_gets_the_same_answer_and_renews_the_lease():
-    registry = make_registry()
-    registry, first = registry.register(registration("a"), 0)
-    for request in (registration("a"), registration("a", index=1)):  # it has an index already
-        registry, answer = registry.register(request, 8)
-        assert answer == first
-    assert registry.expire(12) == registry
-    assert registry.expire(20).register(registration("a"), 20)[1].incarnation == 2
-
-
 def test_a_second_pserver_with_the_same_index_waits_for_the_lease_of_the_first():
     registry = make_registry()
     registry, _ = registry.register(registration("a", index=0), 0)
@@ -88,30 +78,6 @@ def test_a_heartbeat_of_an_unknown_pserver_or_an_earlier_incarnation_is_refused(
 
 
 # ---------------------------------------------------------------- the start
-
-
-def test_a_cluster_names_what_it_waits_for():
-    cluster = make_cluster()
-    assert cluster.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
-    cluster.register_pserver(registration("p", index=1), 0)
-    cluster.join_trainer(joining("a", 1), 0)
-    assert cluster.waiting_for == ["pserver 0", "trainer 0", "trainer 1 to declare its model"]
-    cluster.declare_model(1, model(), 0.0)
-    assert cluster.waiting_for == ["pserver 0", "trainer 0"]
-    cluster.tick(LEASE + 1)  # pserver 1 is lost, which does not end the run before its start
-    assert (cluster.run.record.failure, cluster.waiting_for[:2]) == (None, ["pserver 0", "pserver 1"])
-    cluster.register_pserver(registration("p", index=1), 20)
-    cluster.register_pserver(registration("q"), 20)
-    for name in "ab":
-        rank = cluster.join_trainer(joining(name), 20).rank
-        cluster.declare_model(rank, model(cluster.run.record.trainers[rank].incarnation), 0.0)
-    assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.start_run_if_complete(0)
-    assert cluster.run.record.plan is not None
-    assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.run = cluster.run.begin_training(20)
-    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
-    assert cluster.waiting_for == []
 
 
 def test_a_trainer_must_declare_a_model_within_the_round_timeout():
@@ -196,22 +162,6 @@ def test_a_trainer_that_leaves_after_a_round_timeout_did_not_cause_it(end, now):
     cluster.leave_trainer(0, leaving("failed", **end), now)
     assert isinstance(cluster.run.record.failure, RoundTimeout)
     assert cluster.run.record.failure.facts == {"missing": [1]}
-
-
-@pytest.mark.parametrize(
-    "heartbeat",
-    [
-        beat(run="run1", round_=4, missing=(1,), waiting_seconds=58),  # the time is not over yet
-        beat(run="run1", round_=4, missing=(0, 1), waiting_seconds=80),  # it is missing itself
-        beat(run="run1", round_=4, missing=(1,), waiting_seconds=0),
-        beat(run="run0", round_=4, missing=(1,), waiting_seconds=80),
-    ],
-)
-def test_a_trainer_that_fails_without_a_round_timeout_ends_the_run(heartbeat):
-    cluster = make_training()
-    cluster.registry = cluster.registry.heartbeat(0, heartbeat, 10)
-    cluster.leave_trainer(0, leaving("failed", reason="ValueError: no data"), 11)
-    assert str(cluster.run.record.failure) == "trainer 0 failed: ValueError: no data"
 
 
 def test_a_trainer_that_joins_waits_until_a_restarted_pserver_holds_the_run():

@@ -15,10 +15,8 @@ import pytest
 from ps_protocol.errors import (
     BadModel,
     NotReady,
-    RoundPending,
     StalePserver,
     StorageFailed,
-    TrainerLost,
     TryAgain,
 )
 from ps_protocol.fields import Message
@@ -34,7 +32,7 @@ from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code
 from .coordinating import FakePservers, begin, coordinating, eventually, heartbeat, leave, training
-from .support import alive, beat, joining, leaving, model, registration
+from .support import alive, joining, leaving, model, registration
 
 # ---------------------------------------------------------------- changes of pservers
 
@@ -91,21 +89,6 @@ async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception,
 
 
 # ---------------------------------------------------------------- time
-
-
-async def test_leases_expire_while_the_coordinator_waits_for_a_pserver():
-    pservers = FakePservers()
-    async with training(pservers, lease_seconds=0.4, on_trainer_loss="fail") as coordinator:
-        may_go_on = pservers.hold("1", kind=InstallMembers)
-        cluster, begin_time = coordinator.cluster, coordinator.now()
-        leave(coordinator, 1)
-        while cluster.run.record.failure is None:
-            for index in (0, 1):
-                cluster.pserver_heartbeat(index, beat(run=cluster.run.record.name), coordinator.now())
-            await asyncio.sleep(0.05)
-        assert isinstance(cluster.run.record.failure, TrainerLost)  # trainer 0 has sent no heartbeat
-        assert coordinator.now() - begin_time < 1.2
-        may_go_on.set()
 
 
 async def test_a_pause_of_the_coordinator_renews_every_lease_once():
@@ -190,35 +173,6 @@ async def test_a_stop_is_answered_once_the_disk_has_it(monkeypatch: pytest.Monke
         assert file.newest.is_over
 
 
-async def test_a_change_that_waits_for_standbys_does_not_fail_the_run():
-    pservers, is_missing = FakePservers(), True
-
-    def wait_for_standby() -> None:
-        if is_missing:
-            pservers.on_freeze = wait_for_standby
-            raise RoundPending("a change of members waits for a standby in sync with pserver 0", missing=[])
-
-    async with training(pservers, rejoin_timeout_seconds=0.5) as coordinator:
-        pservers.on_freeze = wait_for_standby
-        coordinator.cluster.run = coordinator.cluster.run.request_controls(Controls(is_paused=True))
-        coordinator.changed()
-        await asyncio.sleep(1.5)
-        assert (coordinator.cluster.run.record.state, coordinator.cluster.run.is_changing) == ("training", True)
-        is_missing = False
-        await eventually(lambda: not coordinator.cluster.run.is_changing)
-        assert coordinator.cluster.run.record.membership.newest_controls.is_paused
-
-
-async def test_a_pserver_that_ends_after_its_freeze_ends_no_coordinator():
-    pservers = FakePservers()
-    async with training(pservers, mode="async", durability="none") as coordinator:
-        pservers.empty.add("1")
-        pservers.pages.append(httpx.ConnectError("refused"))
-        leave(coordinator, 1, "failed")
-        await eventually(lambda: not pservers.pages)
-        await eventually(lambda: not coordinator.cluster.run.is_changing)
-
-
 async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
     """Its rounds would be ahead of those of a restarted coordinator."""
     pservers = FakePservers()
@@ -268,21 +222,6 @@ async def test_no_message_is_lost_that_arrives_while_a_change_waits(wait: str) -
         run = cluster.run
         assert (run.reports[0].round, run.newest_received, run.record.trainers[2].round) == (7, 7, 7)
         assert (run.record.membership.newest_controls.is_paused, run.wanted_controls) == (True, None)
-
-
-async def test_a_decision_is_dropped_if_another_run_begins_while_it_is_written() -> None:
-    async with training(durability="none", on_trainer_loss="continue") as coordinator:
-        cluster, old = coordinator.cluster, coordinator.cluster.run
-        file = SlowFile(coordinator, lambda run: run.membership.members == {0: 1})
-        leave(coordinator, 1, "failed")
-        assert await asyncio.to_thread(file.is_writing.wait, 10)
-        leave(coordinator, 0)
-        cluster.join_trainer(joining("next", 0), coordinator.now())
-        begun = cluster.run
-        file.may_write.set()
-        await coordinator.persist()  # after the decision
-        assert not cluster.is_current(old)
-        assert cluster.run.record == begun.record
 
 
 async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeypatch):

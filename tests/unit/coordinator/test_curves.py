@@ -55,14 +55,6 @@ def test_a_long_curve_contains_all_values_and_follows_a_rollback():
     assert found == {"loss": {1: {"round": [1], "at": at, "value": [5.0], "count": [1]}}}
 
 
-def test_a_client_without_means_reports_one_value_for_each_round():
-    curves = Curves()
-    for value in (1.0, 2.0):
-        curves.add(0, alive(1, round_=4, loss=value))
-    found = curves.describe()["curves"]["loss"][0]
-    assert (found["round"], found["value"], found["count"]) == ([4], [1.0], [1])
-
-
 def test_curves_are_thinned_out_evenly_on_request():
     curves = Curves()
     for round_ in range(101):

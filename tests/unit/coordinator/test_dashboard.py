@@ -81,14 +81,6 @@ async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
     assert pages._read_file.cache_info().currsize == kept
 
 
-async def test_the_page_contains_whether_it_needs_a_token(app: FastAPI, tmp_path: Path) -> None:
-    before = await get(app, "/")
-    app.state.guard = Guard(tokens=TokenFolder(tmp_path))
-    after = await get(app, "/")
-    assert ("data-wants-token" in before.text, "data-wants-token" in after.text) == (False, True)
-    assert before.headers["etag"] != after.headers["etag"]
-
-
 def test_the_chart_library_does_not_write_styles() -> None:
     charts = pages.read_file(pages.CHARTS)
     assert charts.body.startswith(b"/**\n* plotly.js v"), "the package plotly is not installed, or another one"

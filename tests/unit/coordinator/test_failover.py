@@ -297,16 +297,6 @@ async def test_a_pserver_whose_disk_hangs_is_replaced_although_it_answers() -> N
         await eventually(cluster.is_replaced)
 
 
-async def test_a_standby_without_the_run_is_passed_over() -> None:
-    async with running("s", "t") as cluster:
-        await cluster.join("s", "t")
-        cluster.processes.empty_standbys.add("t")
-        cluster.processes.down.add("0")
-        await cluster.report("t", lost=1, round=APPLIED + 1)
-        await eventually(cluster.is_replaced)
-        assert cluster.processes.fenced == ["t", "s"]
-
-
 async def test_a_change_that_waits_for_the_dead_pserver_is_superseded() -> None:
     async with running("s") as cluster:
         await cluster.join("s")
@@ -322,21 +312,6 @@ async def test_a_change_that_waits_for_the_dead_pserver_is_superseded() -> None:
                 await cluster.coordinator.call(member, "GET", routes.RESTORABLE)
 
 
-async def test_no_change_of_members_begins_during_a_fail_over() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        cluster.processes.down.add("0")
-        cluster.processes.silent.add("s")
-        await cluster.report("s", lost=1)
-        await eventually(lambda: cluster.coordinator.failover.is_replacing)
-        cluster.coordinator.cluster.run = cluster.coordinator.cluster.run.with_change()
-        cluster.coordinator.changed()
-        await asyncio.sleep(LONGER)
-        assert cluster.processes.frozen == []
-        cluster.processes.silent.clear()
-        await eventually(cluster.is_replaced)
-
-
 async def test_a_pserver_whose_lease_has_ended_is_replaced_although_it_answers() -> None:
     async with running("s") as cluster:
         await cluster.join("s")
@@ -345,36 +320,6 @@ async def test_a_pserver_whose_lease_has_ended_is_replaced_although_it_answers()
         members = {0: replace(registry.members[0], seen_at=seen_at), 1: registry.members[1]}
         cluster.coordinator.cluster.registry = replace(registry, known=members)
         await eventually(cluster.is_replaced)
-
-
-async def test_another_standby_replaces_one_that_ends_before_it_is_promoted() -> None:
-    async with running("s", "t") as cluster:
-        await cluster.join("s", "t")
-        cluster.processes.down.add("0")
-        cluster.processes.lose_promotions = 1
-        await cluster.report("s", lost=1, round=APPLIED + 1)
-        await eventually(lambda: bool(cluster.processes.promoted))
-        cluster.processes.down.add("s")
-        await cluster.report("t", lost=2)
-        await eventually(lambda: cluster.is_replaced("t", 3))
-        assert cluster.replicas.in_sync == frozenset()
-
-
-async def test_a_pserver_that_was_fenced_in_vain_continues_with_the_next_incarnation() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        cluster.processes.silent |= {"0", "s"}
-        await cluster.report("s", lost=1)
-        await eventually(lambda: read_replicas(cluster.coordinator).is_suspected)
-        with pytest.raises(StalePserver):
-            await cluster.beat("s", "s")
-        cluster.processes.silent.discard("0")
-        request = registration("0", index=0, previous=1, held=hold(cluster.run, 0))
-        answer = PserverRegistered.from_answer(await cluster.send(routes.REGISTER_PSERVER, request))
-        assert answer.incarnation == 2
-        await eventually(lambda: cluster.is_replaced("0"))
-        assert not cluster.replicas.is_suspected
-        assert cluster.replicas.in_sync == {"standby s"}
 
 
 async def test_the_pserver_that_was_replaced_is_superseded() -> None:

@@ -19,7 +19,7 @@ from services.coordinator.pages import add_history_routes
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
 
-from .coordinating import FakePservers, begin, coordinating, eventually, heartbeat, leave, training
+from .coordinating import begin, eventually, heartbeat, leave, training
 from .support import alive, make_history_record
 
 # ---------------------------------------------------------------- files
@@ -124,29 +124,3 @@ async def test_a_run_that_trains_when_the_coordinator_stops_is_written(tmp_path:
         report(coordinator, 0, 3, 2.0)
         assert coordinator.history.entries() == []
     assert [(entry.state, entry.results) for entry in RunHistory(tmp_path).entries()] == [("training", {"loss": 2.0})]
-
-
-async def test_a_run_that_was_restored_after_its_end_keeps_its_file(tmp_path: Path) -> None:
-    async with training(history_dir=tmp_path, on_trainer_loss="fail") as coordinator:
-        report(coordinator, 0, 3, 2.0)
-        leave(coordinator, 0, "failed", reason="ValueError")
-        record, run = coordinator.cluster.describe(), coordinator.cluster.run.record.name
-    RunHistory(tmp_path).write(make_history_record(run, losses=[5.0]))
-    async with coordinating(FakePservers(), history_dir=tmp_path) as coordinator:
-        coordinator.cluster.restore(record, coordinator.now())
-        report(coordinator, 1, 3, 9.0)  # of a trainer that does not know of the end yet
-        leave(coordinator, 1)
-        await eventually(lambda: coordinator.cluster.run.is_result_saved)
-    assert [entry.results for entry in RunHistory(tmp_path).entries()] == [{"loss": 5.0}]
-
-
-async def test_a_history_that_cannot_be_written_is_logged_and_changes_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with capture_logs() as lines:
-        async with training(history_dir=tmp_path / "file", durability="none") as coordinator:
-            for rank in range(2):
-                report(coordinator, rank, 1, 2.0)
-                leave(coordinator, rank)
-            await eventually(lambda: any("missing in the history" in line["event"] for line in lines))
-            assert coordinator.cluster.run.record.state == "finished"
-            begin(coordinator)

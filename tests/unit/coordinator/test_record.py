@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.errors import NotReady, TrainerLost
+from ps_protocol.errors import NotReady
 from ps_protocol.membership import FrozenRounds, HeldRun, Membership
 from services.coordinator import shell
 from services.coordinator.reconcile import make_installation
@@ -26,7 +26,6 @@ from .support import (
     alive,
     beat,
     change_record,
-    join_all,
     joining,
     leaving,
     make_cluster,
@@ -125,21 +124,6 @@ def test_a_restarted_coordinator_has_the_recorded_state(tmp_path):
     assert after.describe().model_copy(update={"run": None}) == before.describe().model_copy(update={"run": None})
 
 
-def test_the_rounds_of_a_trainer_that_was_done_are_recorded(tmp_path):
-    """It sends no heartbeats any more."""
-    before = make_training()
-    before.leave_trainer(1, leaving("done", round=40), 1.0)
-    after = restarted(before, tmp_path)
-    assert (after.run.find_departed_after(20), after.run.find_departed_after(40)) == ([1], [])
-
-
-def test_it_is_recorded_that_trainers_have_completed_a_round(tmp_path):
-    before = rolled_back()
-    assert not before.run.record.has_trained
-    before.trainer_heartbeat(0, alive(round_=8).model_copy(update={"attempt": 1}), 2.0)
-    assert restarted(before, tmp_path).run.record.has_trained
-
-
 def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     before = make_training()
     before.run = before.run.apply_decision(Decision(1, None, 0, Membership({})))
@@ -149,20 +133,6 @@ def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
 
 
 # ---------------------------------------------------------------- a resumption
-
-
-def test_a_run_that_had_not_begun_is_resumed_with_its_checkpoint(tmp_path):
-    before = make()
-    join_all(before)
-    for index in (0, 1):
-        before.register_pserver(registration(str(index), index=index), 0.0)
-    before.start_run_if_complete(0)
-    assert before.run.record.plan is not None
-    change_record(before, base_round=20, source="run0")
-    after = resumed(resuming(before, tmp_path))
-    assert (after.run.record.state, after.run.record.base_round, after.run.record.source) == ("gathering", 20, "run0")
-    install = make_installation(after, 0, 9, after.run.record.base_round)
-    assert (install.restore, install.source) == (20, "run0")
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])
@@ -199,16 +169,6 @@ def test_a_new_process_gets_no_place_while_earlier_processes_may_live(tmp_path, 
     assert awaited(cluster) == []
 
 
-def test_processes_that_are_known_to_have_ended_are_not_waited_for(tmp_path):
-    """All scripts have left, and other pservers have the folders of the earlier ones."""
-    after = resuming(over("failed", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail")
-    for index in (0, 1):
-        with pytest.raises(NotReady):
-            after.join_trainer(joining("new", 0), RESTART + 0.5)
-        after.register_pserver(registration(f"new{index}", index=index, previous=1), RESTART + 1)
-    assert after.join_trainer(joining("new", 0), RESTART + 1).run == "run1"
-
-
 def test_if_the_coordinator_alone_was_restarted_a_finished_run_stays_finished(tmp_path):
     after = resuming(over("done", on_trainer_loss="fail"), tmp_path, on_trainer_loss="fail")
     assert after.shown_run.record.state == "training"
@@ -242,19 +202,6 @@ def test_new_processes_resume_a_run_that_was_over(tmp_path):
     after.trainer_heartbeat(1, alive(), NO_LEASE)
     after.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE)
     assert (after.run.record.name, after.run.record.state, awaited(after)) == ("run1", "training", [])
-
-
-def test_a_trainer_that_is_silent_before_it_takes_part_in_a_resumed_run_ends_nothing(tmp_path):
-    """It may be busy with imports; the policy is for trainers that have taken part."""
-    cluster = resuming_with_one_done(tmp_path, on_trainer_loss="fail")
-    joined = cluster.join_trainer(joining("new", 0), NO_LEASE)
-    cluster.tick(NO_LEASE + 1 + LEASE)
-    assert (cluster.run.record.is_over, awaited(cluster)) == (False, [0, 1, 2])
-    cluster.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE + 2 + LEASE)
-    cluster.declare_model(0, model(joined.incarnation), 0.0)
-    assert awaited(cluster) == [1, 2]
-    cluster.tick(NO_LEASE + 3 + 3 * LEASE)
-    assert isinstance(cluster.run.record.failure, TrainerLost)
 
 
 def test_a_resumed_run_that_continues_without_lost_trainers_begins_after_the_rejoin_timeout(tmp_path):

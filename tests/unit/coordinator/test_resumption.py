@@ -9,13 +9,12 @@ import httpx
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import StorageFailed, TrainerLost
+from ps_protocol.errors import StorageFailed
 from ps_protocol.membership import Controls, Membership
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.reconcile import make_installation
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.run import Run
-from services.runtime import checkpoints
 from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.storage import open_checkpoint_storage
 
@@ -81,29 +80,6 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path
     change_record(coordinator.cluster, attempt=1, base_round=5, began={1: 5})
     await coordinator.persist()
     assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.record.name, 4)
-
-
-async def test_a_run_of_a_later_version_in_a_shared_place_is_passed_over(tmp_path, monkeypatch):
-    run = await planned(tmp_path / "other")
-    write_checkpoint(tmp_path, run, 8, run="of a colleague")
-    monkeypatch.setattr(checkpoints, "FORMAT", checkpoints.FORMAT - 1)
-    assert beginning_of(await restored(tmp_path, resume=True)) is None
-    write_checkpoint(tmp_path, run, 7, run="run0", format=checkpoints.FORMAT)
-    assert beginning_of(await restored(tmp_path, resume=True)) == ("run0", 7)
-
-
-async def test_a_resumption_that_failed_before_training_begins_with_the_same_checkpoint_again(tmp_path):
-    """The run had a plan, and nothing of it is on any disk."""
-    run = await planned(tmp_path)
-    for name, round_ in (("run0", 7), ("another experiment", 9)):
-        write_checkpoint(tmp_path, run, round_, run=name)
-    coordinator = await restored(tmp_path)
-    cluster = coordinator.cluster
-    change_record(cluster, base_round=7, source="run0")
-    cluster.run = cluster.run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
-    await coordinator.persist()
-    for _ in range(2):
-        assert beginning_of(await restored(tmp_path, resume=True)) == ("run0", 7)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from ps_protocol.errors import TryAgain
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
-from services.coordinator import failover, reconcile
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster as State
 from services.coordinator.state.pservers import PserverRegistry
@@ -24,7 +22,7 @@ from services.coordinator.state.pservers import PserverRegistry
 from ...raising import raises_code
 from .coordinating import eventually, heartbeat
 from .support import registration
-from .test_failover import APPLIED, Cluster, hold, restarted, running
+from .test_failover import APPLIED, Cluster, hold, running
 
 LIMIT = 300.0  # the rejoin time-out
 
@@ -125,87 +123,6 @@ async def test_a_process_with_an_older_folder_waits_for_the_newest_one(previous:
         assert await register(cluster, previous) == 3
 
 
-async def test_a_promoted_pserver_does_not_wait_for_its_own_former_process() -> None:
-    async with after_fail_over() as cluster:
-        lose(cluster, is_restored=True, present_since=cluster.coordinator.now() + 1)  # both have restarted
-        assert await register(cluster, 2) == 3
-
-
-async def test_a_process_without_a_folder_does_not_wait() -> None:
-    async with after_fail_over() as cluster:
-        lose(cluster)
-        assert await register(cluster, 0, is_empty=True) == 3
-
-
-@pytest.mark.parametrize("point", ["promote.after", "decide.after"])
-async def test_after_a_restart_a_successor_is_awaited_only_if_it_may_have_had_the_run(
-    point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator ends at a point of the fail-over, and with it the successor."""
-    reached = asyncio.Event()
-
-    def stop_task(name: str) -> None:
-        if name == point:
-            reached.set()
-            raise asyncio.CancelledError
-
-    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
-        await cluster.join("s")
-        cluster.processes.down.add("0")
-        with monkeypatch.context() as patch:
-            patch.setattr(failover, "reach_failpoint", stop_task)
-            patch.setattr(reconcile, "reach_failpoint", stop_task)
-            await cluster.report("s", lost=1)
-            await asyncio.wait_for(reached.wait(), 5)
-            cluster.processes.down.add("s")
-            async with restarted(cluster) as another:
-                lose(
-                    another, seconds=another.coordinator.cluster.lease_seconds
-                )  # after which a living successor would have reported
-                if point == "promote.after":
-                    assert await register(another, 1) == 3
-                else:
-                    with pytest.raises(TryAgain, match="this process has an older state"):
-                        await register(another, 1)
-
-
-@pytest.mark.parametrize("standbys", ["s", "st"])
-async def test_a_successor_that_was_cut_off_before_its_promotion_is_promoted_when_it_reports(
-    standbys: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running(*standbys, rejoin_timeout_seconds=LIMIT) as cluster:
-
-        def cut_off(name: str) -> None:
-            if name == "promote.after":
-                cluster.processes.down.add("s")
-
-        await cluster.join(*standbys)
-        cluster.processes.down |= {"0", "t"}
-        monkeypatch.setattr(failover, "reach_failpoint", cut_off)
-        await cluster.report("s", lost=1, round=APPLIED + 1)  # the first choice
-        await eventually(lambda: "s" in cluster.processes.down)
-        lose(cluster, present_since=cluster.coordinator.now() + 1)  # it has not sent a heartbeat since
-        forget_standbys(cluster.coordinator.cluster)
-        for held in (None, hold(cluster.run, 0, APPLIED - 1)):
-            with pytest.raises(TryAgain, match="does not report, and may hold updates"):
-                cluster.coordinator.failover.check_registration(
-                    registration("new", index=0, previous=int(held is not None), held=held)
-                )
-        cluster.processes.down.discard("s")
-        await cluster.report("s")
-        await eventually(lambda: "s" in cluster.processes.promoted)
-        assert cluster.processes.promoted["s"].incarnation == 2
-
-
-async def test_a_standby_follows_no_earlier_incarnation_of_a_lost_pserver_that_was_promoted() -> None:
-    async with after_fail_over() as cluster:
-        report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=0)
-        for leader in ("http://s:1", None):
-            answer = cluster.coordinator.cluster.report_standby(report, 0.0)
-            assert (answer.leader, answer.incarnation) == (leader, 2)
-            lose(cluster)
-
-
 async def test_a_standby_joins_only_while_the_run_trains() -> None:
     async with after_fail_over() as cluster:
         state = cluster.coordinator.cluster
@@ -271,51 +188,6 @@ async def test_a_restarted_pserver_waits_until_its_members_have_reported_to_a_re
         await cluster.report("s")
         await cluster.send(routes.REGISTER_PSERVER, request)
         assert cluster.replicas.leader == "pserver new"
-
-
-@pytest.mark.parametrize("held", ["nothing", "less", "all that is known, after a power failure"])
-async def test_a_restarted_pserver_that_may_have_less_waits_for_a_silent_member(held: str) -> None:
-    """The member was cut off, or its machine stands still, and holds what the pserver has lost."""
-    is_empty = held == "nothing"
-    async with running("s", rejoin_timeout_seconds=LIMIT) as cluster:
-        await cluster.join("s")
-        cluster.processes.down.add("0")
-        forget_standbys(cluster.coordinator.cluster)
-        kept = hold(cluster.run, 0, 3) if held == "less" else hold(cluster.run, 0, has_rebooted=True)
-        request = registration("new", index=0, previous=int(not is_empty), held=None if is_empty else kept)
-        with pytest.raises(TryAgain, match="does not report, and may hold updates"):
-            await cluster.send(routes.REGISTER_PSERVER, request)
-        await cluster.report("s", round=APPLIED + 1)
-        with pytest.raises(TryAgain, match="does not hold all updates"):
-            await cluster.send(routes.REGISTER_PSERVER, request)
-        await eventually(cluster.is_replaced)
-
-
-async def test_a_restarted_pserver_with_less_waits_for_no_member_that_has_ended_or_is_away_for_long() -> None:
-    async with running("s", "t", rejoin_timeout_seconds=LIMIT) as cluster:
-        await cluster.join("s", "t")
-        failover, state = cluster.coordinator.failover, cluster.coordinator.cluster
-        failover.suspect_ended(0, "http://s:1")
-        forget_standbys(state)
-        request = registration("new", index=0, previous=0)
-        with pytest.raises(TryAgain, match="does not report"):
-            failover.check_registration(request)
-        registry = state.registry
-        lose(cluster, seconds=LIMIT / 2 + 1)
-        failover.check_registration(request)
-        state.registry = registry
-        await cluster.report("t")
-        failover.suspect_ended(0, "http://t:1")
-        failover.check_registration(request)
-
-
-async def test_a_restarted_pserver_of_another_version_changes_nothing() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        replicas = cluster.replicas
-        with raises_code("unsupported_protocol"):
-            await cluster.send(routes.REGISTER_PSERVER, registration("new", index=0, previous=1, protocol=99))
-        assert (cluster.replicas, cluster.coordinator.failover._ended) == (replicas, set())
 
 
 async def test_a_restarted_pserver_with_all_updates_continues_with_its_members() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, Ended, ModelMismatch, NotFound, RunStopped, TrainerLost
+from ps_protocol.errors import BadModel, ModelMismatch, NotFound, RunStopped, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.state.joining import declare_model, join_run, start_run
 from services.coordinator.state.losses import (
@@ -66,13 +66,6 @@ def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
     assert {trainer.instance[-1]: rank for rank, trainer in run.record.trainers.items()} == {"a": 0, "b": 2, "c": 1}
     with raises_code("rank_taken", match="all 3 ranks"):
         join_run(run, joining("d"), 0)
-
-
-def test_a_repeated_join_gets_the_same_rank():
-    run = make_run()
-    first = join_run(run, joining("a"), 0)
-    run = join_run(first, joining("a"), 5)
-    assert (run.reports[0].seen_at, run.record) == (5, first.record)
 
 
 def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
@@ -152,17 +145,6 @@ def test_deltas_are_refused_where_trainers_do_not_have_the_round_before(
     run = declare_model(run, 0, model(**{**changes, "pull_type": "bfloat16"}))
 
 
-def test_a_declaration_may_change_until_the_plan_is_made():
-    run = joined(1)
-    run = declare_model(run, 0, model(push_type="int8"))
-    run = declare_model(run, 0, model())
-    run = start_run(run, {0: 1, 1: 1}, None, 0)
-    run = declare_model(run, 0, model())  # a retry
-    with pytest.raises(ModelMismatch, match="trainer 0"):
-        declare_model(run, 0, model(push_type="int8"))
-    assert run.record.declaration == model()
-
-
 # ---------------------------------------------------------------- leases and leaving during training
 
 
@@ -179,17 +161,6 @@ def test_a_silent_trainer_ends_the_run_and_is_named():
     assert run.record.failure.facts == {"ranks": [0]}
     assert run.record.change_number > number
     assert (run.reports[1].round, run.reports[1].heartbeat.results) == (3, {"loss": 0.5})
-
-
-def test_a_lost_trainer_stays_lost_when_its_run_has_failed():
-    run = training()
-    run = note_heartbeat(run, 1, alive(), 11)
-    run = expire_trainers(run, 11, LEASE)
-    run = note_heartbeat(run, 0, alive(), 12)  # SIGCONT: its heartbeat is answered with the failure
-    assert run.record.trainers[0].state == "lost"
-    run = leave_run(run, 0, leaving(), 13)
-    assert run.record.trainers[0].state == "lost"
-    assert 0 not in run.record.members
 
 
 def test_a_lost_trainer_that_leaves_as_done_is_done():
@@ -253,20 +224,6 @@ def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossP
     assert (run.record.trainers[0].state, run.record.trainers[0].is_awaited) == ("failed", is_awaited)
     assert run.record.trainers[0].why == "trainer 0 failed: its process failed with exit code 3"
     assert (run.record.failure is not None) == (policy == "fail")
-
-
-def test_a_finished_run_stays_finished():
-    run = training(1)
-    run = leave_run(run, 0, leaving(), 1)
-    number = run.record.change_number
-    run = leave_run(run, 0, leaving("failed"), 2)
-    run = run.fail(Ended("it exited", code="pserver_lost"), 2)
-    assert (run.record.state, run.record.trainers[0].state, run.record.failure, run.record.change_number) == (
-        "finished",
-        "done",
-        None,
-        number,
-    )
 
 
 def test_an_evicted_trainer_is_not_awaited_and_the_last_one_stays():

@@ -131,18 +131,6 @@ async def test_slow_readers_are_limited_and_unread_parts_are_not_buffered(monkey
             assert bool((values == 1).all())
 
 
-async def test_nothing_more_is_read_for_a_client_that_has_disconnected() -> None:
-    pservers = Pservers()
-    async with serving(pservers) as coordinator, asyncio.TaskGroup() as tasks:
-        reader, answered = read(make_coordinator_app(coordinator, ServiceMetrics("coordinator")), tasks)
-        await reader.has_headers.wait()
-        reader.leaves.set()
-        await asyncio.sleep(0)
-        reader.may_read.set()
-        await answered
-        assert pservers.num_taken[0] <= 5
-
-
 async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise their pserver would close the connection as stalled."""
     monkeypatch.setattr(inspection, "STILL_SECONDS", 0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -16,11 +15,10 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.process import describe_targets, is_own_address, make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
-from services.coordinator.state.losses import leave_run, note_heartbeat
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts, protect
 
-from .support import LEASE, alive, beat, joining, leaving, make_cluster, model, registration
+from .support import joining, make_cluster, model, registration
 
 
 def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
@@ -39,11 +37,6 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
 
 def addresses(cluster: Cluster) -> list[str]:
     return [target for group in describe_targets(cluster) for target in group["targets"]]
-
-
-def labels(address: str) -> dict[str, Any]:
-    [group] = describe_targets(cluster_of([address], [None]))
-    return {"target": group["targets"], **group["labels"]}
 
 
 def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
@@ -67,16 +60,6 @@ def test_a_standby_is_a_target_if_its_token_is_that_of_a_service():
     [_, group] = describe_targets(cluster)
     assert (group["targets"], group["labels"]["role"]) == (["10.0.0.2:1"], "standby")
     assert group["labels"]["pserver"] == "0"
-
-
-def test_an_address_is_split_for_prometheus():
-    path = {"__metrics_path__": "/metrics", "role": "pserver", "pserver": "0"}
-    assert labels("https://ps.example:7071") == {"target": ["ps.example:7071"], "__scheme__": "https", **path}
-    assert labels("http://[::1]:7071") == {"target": ["[::1]:7071"], "__scheme__": "http", **path}
-    assert labels("https://[fe80::1]/")["target"] == ["[fe80::1]"]
-    # Behind a proxy, which tells services apart by a prefix.
-    behind = labels("https://proxy.example/pserver-0/")
-    assert (behind["target"], behind["__metrics_path__"]) == (["proxy.example"], "/pserver-0/metrics")
 
 
 OWN = reachable_host("0.0.0.0")
@@ -117,16 +100,3 @@ async def test_the_metrics_of_a_trainer_with_another_host_are_not_listed(tmp_pat
                 }
                 assert (await trainer.post(JOIN_TRAINER, json=message)).status_code == 200
     assert addresses(coordinator.cluster) == ["10.0.0.7:1", "trainer.example:1"]
-
-
-def test_a_member_that_is_gone_is_no_target():
-    cluster = cluster_of(["http://a:1", "http://b:1"], ["http://c:1", "http://d:1", "http://e:1"])
-    assert addresses(cluster) == ["a:1", "b:1", "c:1", "d:1", "e:1"]
-    cluster.run = leave_run(cluster.run, 0, leaving(), 1)
-    assert addresses(cluster) == ["a:1", "b:1", "d:1", "e:1"]
-
-    for now in (LEASE, LEASE + 2):  # pserver 1 and trainer 2 are silent
-        cluster.pserver_heartbeat(0, beat(), now)
-        cluster.run = note_heartbeat(cluster.run, 1, alive(), now)
-    cluster.tick(LEASE + 2)
-    assert addresses(cluster) == ["a:1", "d:1"]
