@@ -305,7 +305,7 @@ class Administration:
             self._cluster,
             {"action": action, "arguments": arguments or {}},
         )
-        what, since = describe_request(action, arguments or {}), _SINCE.get(action, "from round {} on")
+        what, since = _describe_request(action, arguments or {}), _SINCE.get(action, "from round {} on")
         log.info("an administrator requests a change", by=by, change=what)
         outcome: dict[str, Any] = {}
         try:
@@ -330,12 +330,12 @@ def _describe(run: Run, round_: Round) -> ChangeDone:
 _SINCE = {"stop": "after round {}", "checkpoint": "of round {}"}
 
 
-def describe_request(action: str, arguments: Mapping[str, Any]) -> str:
+def _describe_request(action: str, arguments: Mapping[str, Any]) -> str:
     """Return a request in words.
 
-    >>> describe_request("set rate", {"rate": 0.05, "group": 1, "optimizer": None})
+    >>> _describe_request("set rate", {"rate": 0.05, "group": 1, "optimizer": None})
     'set rate 0.05, group 1'
-    >>> describe_request("set rate", {"rate": None}), describe_request("freeze", {"parameter": "fc.bias"})
+    >>> _describe_request("set rate", {"rate": None}), _describe_request("freeze", {"parameter": "fc.bias"})
     ('set rate to that of the script', 'freeze parameter fc.bias')
     """
     given = {name: value for name, value in arguments.items() if value is not None}

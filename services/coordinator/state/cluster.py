@@ -228,7 +228,9 @@ class Cluster:
         record = self.run.record
         if self.resume_at is not None:
             text = f"run {record.name} is resumed a lease after the newest report of a process from before the restart"
-            raise NotReady(text, waiting_for="the end of the pservers of a failed run; end them to resume it")
+            if record.state == "failed":
+                text = f"{text}; restart its pservers if they still run"
+            raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
         if record.is_over and record.find_process(request.instance) is None:
             if self.exit_when_done:
                 text = f"run {record.name} is over, and --exit-when-done ends the cluster; start a new cluster"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_protocol.membership import FrozenRounds, Membership
-from services.coordinator.state.decision import Rollback, decide_rounds, decide_steps
+from services.coordinator.state.decision import Rollback, decide_rounds, decide_steps, newest_common
 
 TWO = Membership({0: 1, 1: 1})
 
@@ -12,6 +12,11 @@ def test_steps_that_a_pserver_has_lost_are_not_repeated():
     answers = [FrozenRounds(applied=60, opens={0: 31, 1: 30}), FrozenRounds(applied=4, opens={0: 3})]
     assert decide_steps(TWO, {0: 2, 1: 2}, answers, take_over=[0, 1]).starts == {0: 30, 1: 29}
     assert decide_steps(TWO, {0: 2}, answers, take_over=[0], max_delay=2).starts == {0: 28}
+
+
+def test_a_run_goes_back_to_a_round_that_every_pserver_can_restore():
+    assert newest_common(9, [[(8, 12), (0, 5)], [(0, 7)]]) == 5
+    assert newest_common(9, [[(8, 12)], [(0, 7)]]) is None
 
 
 def test_a_start_is_kept_for_pservers_that_are_restored():
