@@ -20,7 +20,7 @@ from trainer_client.engines.collective.ring import RingEngine
 from trainer_client.engines.engine import StepEngine, StepProgress
 from trainer_client.engines.local import LocalEngine
 from trainer_client.engines.pserver import PserverEngine
-from trainer_client.session import rendezvous
+from trainer_client.session import host as hosts
 from trainer_client.session import session as session_module
 from trainer_client.session.host import HostPlace
 from trainer_client.testing import LocalCluster
@@ -333,8 +333,8 @@ def test_the_engine_follows_the_contract(
 def run_host(cluster: LocalCluster, work: Callable[[Session], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the same work in two processes of a host, which are threads: they meet in a store of this process."""
     store = dist.HashStore()  # type: ignore[attr-defined] # not in its stubs
-    monkeypatch.setattr(rendezvous, "_reach_store", lambda: store)
-    monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(0))
+    monkeypatch.setattr(hosts, "_reach_store", lambda: store)
+    monkeypatch.setattr(hosts, "_numbers", itertools.repeat(0))
 
     def run(session: Session) -> None:
         with session:

@@ -34,7 +34,7 @@ def alone(shared_cluster: StartCluster) -> LocalCluster:
 def test_a_run_that_the_script_does_not_expect_is_refused(alone: LocalCluster) -> None:
     with raises_code("mode_mismatch") as refused:
         Session(coordinator=alone.address, rank=0, expect={"mode": "async", "max_delay": 0})
-    assert refused.value.facts == {"expected": {"mode": "async"}, "actual": {"mode": "sync"}}
+    assert refused.value.facts == {"expected": {"mode": "sync"}, "actual": {"mode": "async"}}
     Session(coordinator=alone.address, rank=0, expect={"mode": "sync", "strategy": "ps"}).close()
 
 
