@@ -24,9 +24,12 @@ async def test_jobs_run_in_order_and_a_result_does_not_wait_for_the_jobs_behind_
     first, second = (asyncio.create_task(executor.run(order.append, name)) for name in "ab")
     third = asyncio.create_task(executor.run(gate.wait))
     await asyncio.wait_for(asyncio.gather(first, second), 2)
+    fourth = asyncio.create_task(executor.run(order.append, "c"))
+    await asyncio.sleep(0.05)  # on a thread of its own it would be done
     assert (order, third.done()) == (["a", "b"], False)
     gate.set()
-    assert await third
+    await asyncio.gather(third, fourth)
+    assert order == ["a", "b", "c"]
 
 
 async def test_an_exception_that_no_future_takes_hides_nobody_elses_result(executor: ComputeExecutor) -> None:
