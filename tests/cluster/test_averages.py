@@ -17,8 +17,6 @@ from .conftest import StartCluster
 from .training import run_all, seeded, step_with, wrap_model, wrap_weight
 
 pytestmark = pytest.mark.cluster
-STEPS = 6
-LOCAL = "1.num_batches_tracked"
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +48,6 @@ def make_model() -> nn.Sequential:
 def compute(model: nn.Module, step: int, rank: int) -> None:
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)) + 3 * rank
     model(inputs).square().sum().backward()
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 @pytest.mark.clip

@@ -64,7 +64,7 @@ class Pods(LocalCluster):
 
 def test_a_process_with_an_older_folder_waits_for_the_promoted_one(tmp_path: Path) -> None:
     """Processes 2 and 3 are standbys, which only their indices distinguish. Process 2 replaces pserver 0."""
-    with FaultyRun(800, cluster_type=Pods, standbys=1, checkpoints=tmp_path) as run:
+    with FaultyRun(500, cluster_type=Pods, standbys=1, checkpoints=tmp_path) as run:
         for index in (2, 3):
             run.cluster.start_pserver(index)
         run.wait_for_sync()

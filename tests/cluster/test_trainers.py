@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_protocol.vocabulary import ParameterSpec
+from ps_protocol.errors import TrainerLost
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -25,12 +25,23 @@ from .training import (
 )
 
 pytestmark = pytest.mark.cluster
-SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s", ())]
 
 
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: StartCluster) -> LocalCluster:
     return shared_cluster(min_block_size=4, on_trainer_loss="fail")
+
+
+def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster) -> None:
+    def work(session: Session) -> None:
+        weight, optimizer = wrap_weight(session, 4)
+        if session.rank == 0:
+            session.client.coordinator.counted_round = 1  # a pserver may have its whole contribution
+            return
+        with pytest.raises(TrainerLost, match="trainer 0 failed: it left in the middle of round 1"):
+            step_with(optimizer, weight)
+
+    run_all(cluster, work)
 
 
 def test_all_trainers_start_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:

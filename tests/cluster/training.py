@@ -271,9 +271,6 @@ def train_net_locally(
     kind: str,
     num_trainers: int = 2,
     num_parts: int = 1,
-    *,
-    loss_of: Callable[..., Tensor] = net_loss,
-    before_step: Callable[[Net], object] = lambda model: None,
 ) -> dict[str, Tensor]:
     model = Net()
     # A group each: fused SGD fails in the step in which some parameters of a group get their first momentum.
@@ -283,12 +280,11 @@ def train_net_locally(
 
     def loss(step: int, rank: int) -> Tensor:
         for part in range(num_parts - 1):
-            loss_of(model, step, rank, part).backward()
-        return loss_of(model, step, rank, num_parts - 1)
+            net_loss(model, step, rank, part).backward()
+        return net_loss(model, step, rank, num_parts - 1)
 
     for step in range(NET_STEPS):
         set_average(optimizer, [partial(loss, step, rank) for rank in range(num_trainers)])
-        before_step(model)
         optimizer.step()
     return values(model)
 
@@ -300,7 +296,6 @@ def wrap_net(session: Session, model: nn.Module, *, kind: str = "AdamW", **argum
 def train_net(
     session: Session,
     *,
-    loss_of: Callable[..., Tensor] = net_loss,
     after_step: Callable[[RemoteOptimizer], object] = lambda optimizer: None,
     **arguments: Any,
 ) -> dict[str, Tensor]:
@@ -308,7 +303,7 @@ def train_net(
     optimizer = wrap_net(session, model, **arguments)
     for step in range(NET_STEPS):
         optimizer.zero_grad()
-        loss_of(model, step, session.rank).backward()
+        net_loss(model, step, session.rank).backward()
         optimizer.step()
         after_step(optimizer)
     optimizer.synchronize()
