@@ -20,9 +20,11 @@ PROMETHEUS = "http://127.0.0.1:9090/api/v1/query"
 WAIT_SECONDS = 180.0
 # The commands of docs/deploy.md without profiles, which need a GPU or another image.
 [COMMANDS] = code_blocks(section(read("deploy.md"), "Containers"), "bash")
-UP, SCALE, EXEC, DOWN = (
-    shlex.split(line, comments=True)[2:] for line in COMMANDS.text.splitlines() if "--profile" not in line
+UP, MORE, EXEC, DOWN = (
+    shlex.split(line, comments=True) for line in COMMANDS.text.splitlines() if "--profile" not in line
 )
+for command in (UP, EXEC, DOWN):
+    del command[:2]  # docker compose
 UP.remove("--build")  # the fixture has built them
 LAST_LINE = r"trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+"
 
@@ -103,10 +105,11 @@ def test_containers_have_no_privileges(compose: Compose) -> None:
     assert "gradpost_" not in compose("exec", "-T", "coordinator", "env")  # no token there
 
 
-def test_a_run_has_the_scaled_number_of_trainers(compose: Compose) -> None:
+def test_a_run_has_the_named_number_of_trainers(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     compose(*DOWN)
-    up, *flags = SCALE
-    compose(up, "-d", *flags)
+    setting, *_, up = MORE
+    monkeypatch.setenv(*setting.split("="))
+    compose(up, "-d")
     assert len(set(wait_for_results(compose, 1))) == 1  # not every tool shows the logs of all four
     found = status(compose)
     assert (found["state"], found["num_trainers"]) == ("finished", 4)

@@ -134,7 +134,10 @@ def fail_deserted_run(run: Run, mismatch: ModelMismatch, now: float) -> Run:
     record = run.record
     if record.plan is None or record.num_declared or not any(t.is_awaited for t in record.trainers.values()):
         return run
-    text = f"{mismatch.detail}. Run {record.name} has ended: to train another model, start again without --resume"
+    text = (
+        f"{mismatch.detail}. All trainers of run {record.name} are gone, so that it has ended: to train another model, "
+        "start again without --resume"
+    )
     return run.fail(ModelMismatch(text, **mismatch.facts), now)
 
 
