@@ -120,13 +120,19 @@ def _p99(latencies: list[float]) -> float:
 @asynccontextmanager
 async def open_arena(**settings: object) -> AsyncIterator[Arena]:
     """Yield a cluster of one pserver that closes slow connections after two seconds, so that short attacks suffice."""
-    times = {"header_timeout_seconds": 2, "body_timeout_seconds": 2, "lease_seconds": 3600}
-    cluster = LocalCluster(pservers=1, trainers=1, **{**times, "max_inflight_bytes": 64 * MIB, **settings})
+    defaults = {
+        "header_timeout_seconds": 2,
+        "body_timeout_seconds": 2,
+        "lease_seconds": 3600,
+        "max_inflight_bytes": 64 * MIB,
+        "min_block_size": 10_000_000,
+    }
+    cluster = LocalCluster(pservers=1, trainers=1, **{**defaults, **settings})
     with cluster:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
             trainer = WireTrainer(http, cluster.address)
             await trainer.join("a", 0)
-            await trainer.declare(parameters=PARAMETERS, min_block_size=10_000_000)
+            await trainer.declare(parameters=PARAMETERS)
             await trainer.wait_for_plan()
             await trainer.upload_initial()
             await trainer.get(0)

@@ -30,6 +30,7 @@ from .state.run import Run
 log = get_logger()
 
 MAX_EVENTS = 1000
+EARLY_ROUNDS = 5  # of the others, after which the end of a trainer is reported as early
 
 EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpoint", "change"]
 Change: TypeAlias = tuple[EventKind, str, dict[str, Any]]  # the fields of its event
@@ -92,6 +93,18 @@ class Events:
             self.add(cluster, kind, text, **facts)
             if kind == "trainer" and facts["state"] in ("lost", "failed"):
                 log.info(text, trainer=facts["trainer"])
+        if last is not None and cluster.is_current(last[0]):
+            _warn_of_early_ends(last[0], cluster.run)
+
+
+def _warn_of_early_ends(before: Run, run: Run) -> None:
+    """Log trainers that are done, once the others have gone on without them for several rounds."""
+    was, now = (max((one.reports[rank].round for rank in one.record.members), default=0) for one in (before, run))
+    left = f"{len(run.record.members)} of {len(run.record.trainers)} trainers"
+    verb = "remains" if len(run.record.members) == 1 else "remain"
+    for trainer in run.record.trainers.values():
+        if trainer.state == "done" and was <= trainer.round + EARLY_ROUNDS < now:
+            log.warning(f"trainer {trainer.rank} is done (round {trainer.round}); {left} {verb}")
 
 
 def _list_changes(last: tuple[Run, PserverRegistry] | None, run: Run, registry: PserverRegistry) -> Iterator[Change]:

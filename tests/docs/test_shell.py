@@ -354,7 +354,7 @@ def test_the_commands_for_kubernetes_create_the_secret_of_the_pods(tmp_path: Pat
 MACHINES_TEXT = read("machines.md")
 [TOKENS] = examples(MACHINES_TEXT, "sh")
 [BY_HAND] = examples(MACHINES_TEXT, "console")
-COPY, LOOP, *_ = (block.text for block in examples(MACHINES_TEXT, "bash"))
+COPY, HOSTS, *_ = (block.text for block in examples(MACHINES_TEXT, "bash"))
 
 
 def make_folder(folder: Path, *arguments: str) -> None:
@@ -420,6 +420,6 @@ scp() { cp -r "$2" "$3" "${4#*:}"; }
 @pytest.mark.timeout(400)
 def test_over_ssh(tmp_path: Path) -> None:
     make_folder(tmp_path, "20")
-    text = (COPY + LOOP).replace("10.0.0.", "127.0.0.").replace("7070", str(free_port()))
+    text = (COPY + HOSTS).replace("10.0.0.", "127.0.0.").replace("7070", str(free_port()))
     text = text.replace("/srv", str(tmp_path / "srv"))
     check_results(run_shell(tmp_path, SSH + text, PATH=f"{tmp_path}/bin:{os.environ['PATH']}"))

@@ -16,6 +16,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
+from prometheus_client.parser import text_string_to_metric_families
 
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import FENCE_HEADER
@@ -25,6 +26,7 @@ from ps_protocol.routes import (
     DECLARE_MODEL,
     EVICT,
     JOIN_TRAINER,
+    METRICS,
     PAUSE,
     RATE,
     RESUME,
@@ -172,7 +174,9 @@ class Fuzzed:
 
     def measure(self, name: str, addresses: Sequence[str]) -> list[float]:
         """A metric of each of these."""
-        return [self._runner.run(self._world.metric(address, name)) for address in addresses]
+        texts = [self._runner.run(self._world.http.get(address + METRICS)).text for address in addresses]
+        families = [family for text in texts for family in text_string_to_metric_families(text)]
+        return [sample.value for family in families for sample in family.samples if sample.name == name]
 
     def check(self, response: httpx.Response) -> None:
         """Never an internal error; whatever is refused is refused in the one shape."""
