@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from typing_extensions import override
@@ -59,8 +60,7 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
 
     stream_type = AsyncStream
     _transport: asyncio.Transport
-    _fd: int | None = None  # None with TLS
-    _own_fd: int | None = None  # a duplicate, which may be watched beside the transport
+    _fd: int | None = None
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -73,10 +73,6 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(exc)
-        if self._own_fd is not None:
-            asyncio.get_running_loop().remove_writer(self._own_fd)
-            os.close(self._own_fd)
-            self._own_fd = None
 
     @override
     def pause_writing(self) -> None:
@@ -92,36 +88,12 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
         writer, transport = self._writer, self._transport
         while not writer.is_paused and not transport.is_closing() and (parts := writer.next_parts()):
             if self._fd is not None and not transport.get_write_buffer_size():
-                try:
+                with suppress(OSError):  # it takes no more, or never will, which the transport finds out
                     writer.advance(os.writev(self._fd, parts))
                     continue
-                except BlockingIOError:
-                    if self._watch_writing(self._fd):
-                        return
-                except OSError:  # the transport finds out what it is
-                    pass
             part = bytes(parts[0][:KEPT_BYTES])  # asyncio copies what the kernel does not take, or keeps a view of it
             transport.write(part)
             writer.advance(len(part))
-
-    def _watch_writing(self, fd: int) -> bool:
-        """Go on once the kernel takes more; return False if there is no descriptor for that.
-
-        A transport's own descriptor may not be watched, and the transport would keep copies of what it is to write.
-        """
-        if self._own_fd is None:
-            try:
-                self._own_fd = os.dup(fd)
-            except OSError:
-                return False
-        self._writer.is_paused = True
-        asyncio.get_running_loop().add_writer(self._own_fd, self._go_on_writing)
-        return True
-
-    def _go_on_writing(self) -> None:
-        assert self._own_fd is not None
-        asyncio.get_running_loop().remove_writer(self._own_fd)
-        self.resume_writing()
 
     @override
     def write_last(self, data: bytes) -> None:
