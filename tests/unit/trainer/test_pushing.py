@@ -80,7 +80,7 @@ def test_a_frame_holds_the_filled_values_and_the_newest_completion(borrow: bool)
     flat = {name: torch.randn(size) for name, size in sizes.items()}
     shards = make_buckets(plan_of(sizes, 2, min_block_size=5), bucket_bytes=1 << 20)
     for bucket in (bucket for shard in shards for bucket in shard):
-        for filled, rate in ((flat, 0.1), (flat, 0.1), ({"w": flat["w"]}, 0.1), (flat, 0.2)):
+        for filled, rate in ((flat, 0.1), (flat, 0.2), (flat, 0.2), ({"w": flat["w"]}, 0.2), (flat, 0.2)):
             bucket.fill(filled, borrow=borrow)
             completion = Completion(4, [{"lr": rate}])
             body = b"".join(bucket.frame(completion))
