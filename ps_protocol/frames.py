@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import starmap
@@ -24,12 +24,15 @@ from typing import Any, TypeVar
 from .errors import BadInput
 from .vocabulary import DTYPE_BYTES, is_shape, is_size
 
+S = TypeVar("S", str, bytes)
+L = TypeVar("L", bound=Hashable)
 T = TypeVar("T")
 
 CONTENT_TYPE = "application/x-safetensors"
 LENGTH_BYTES = 8
-# Lists of tensors are cached by their JSON: 32 of at most 128 KiB, and 4 of at most 4 MiB, such as those of models with
-# 10,000 parameters. The limits keep a peer from filling the memory, which takes some ten times as much as the JSON.
+# Lists of tensors, and headers of whole bodies, are cached by their JSON: 32 of at most 128 KiB, and 4 of at most
+# 4 MiB, such as those of models with 10,000 parameters. The limits keep a peer from filling the memory, which takes
+# some ten times as much as the JSON.
 NUM_CACHED, MAX_CACHED_BYTES = 32, 128 * 1024
 NUM_LARGE_CACHED, MAX_LARGE_CACHED_BYTES = 4, 4 * 1024 * 1024
 ALIGNMENT = 64  # our own frames start their data on it, for aligned loads
@@ -135,8 +138,7 @@ def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFA
     data_begin = parse_length(body, limits)
     if len(body) < data_begin:
         raise _malformed("the frame ends within its header", expected=f"{data_begin} bytes", actual=len(body))
-    parse = _choose_cached(data_begin, _parse_known, _parse_large_known, parse_header)
-    frame = parse(bytes(body[LENGTH_BYTES:data_begin]), limits)
+    frame = _parse_known(bytes(body[LENGTH_BYTES:data_begin]), limits)
     if frame.data_bytes != len(body) - data_begin:
         expected, actual = f"{frame.data_bytes} bytes", len(body) - data_begin
         raise _malformed("the data must be as long as the header states", expected=expected, actual=actual)
@@ -165,8 +167,7 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         text = header.decode()
         metadata, end = _parse_first_metadata(text)
         rest = text if metadata is None else _METADATA + "{}" + text[end:]
-        parse = _choose_cached(len(rest), _parse_tensors, _parse_large, _parse_tensors.__wrapped__)
-        found, tensors, data_bytes = parse(rest, limits.max_tensors)
+        found, tensors, data_bytes = _parse_tensors(rest, limits.max_tensors)
     except (ValueError, RecursionError) as error:
         raise _malformed(f"the frame's header is not JSON: {error}") from None
     metadata = found if metadata is None else metadata
@@ -175,8 +176,19 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
     return Frame(tensors, metadata, LENGTH_BYTES + len(header), data_bytes)
 
 
-_parse_known = lru_cache(NUM_CACHED)(parse_header)
-_parse_large_known = lru_cache(NUM_LARGE_CACHED)(parse_header)
+def _cached_by_size(parse: Callable[[S, L], T]) -> Callable[[S, L], T]:
+    """Return the function with a cache for small texts, and another one for large ones."""
+    small, large = lru_cache(NUM_CACHED)(parse), lru_cache(NUM_LARGE_CACHED)(parse)
+
+    def parse_or_find(text: S, limit: L) -> T:
+        if len(text) <= MAX_CACHED_BYTES:
+            return small(text, limit)
+        return large(text, limit) if len(text) <= MAX_LARGE_CACHED_BYTES else parse(text, limit)
+
+    return parse_or_find
+
+
+_parse_known = _cached_by_size(parse_header)
 
 
 def _parse_first_metadata(text: str) -> tuple[Any, int]:
@@ -188,7 +200,7 @@ def _parse_first_metadata(text: str) -> tuple[Any, int]:
     return metadata, end
 
 
-@lru_cache(NUM_CACHED)
+@_cached_by_size
 def _parse_tensors(text: str, max_tensors: int) -> tuple[Any, tuple[TensorEntry, ...], int]:
     """Return the metadata of a header, its tensors in the order of their offsets, and their number of bytes."""
     parsed: dict[str, Any] = _DECODER.decode(text)
@@ -204,18 +216,6 @@ def _parse_tensors(text: str, max_tensors: int) -> tuple[Any, tuple[TensorEntry,
             raise _malformed(what, expected=f"offset {offset}", actual=entry.begin)
         offset = entry.end
     return metadata, tuple(tensors), offset
-
-
-_parse_large = lru_cache(NUM_LARGE_CACHED)(_parse_tensors.__wrapped__)
-
-
-def _choose_cached(
-    num_bytes: int, small: Callable[..., T], large: Callable[..., T], uncached: Callable[..., T]
-) -> Callable[..., T]:
-    """Return the cached function for a text of this size."""
-    if num_bytes <= MAX_CACHED_BYTES:
-        return small
-    return large if num_bytes <= MAX_LARGE_CACHED_BYTES else uncached
 
 
 def _check_surrogates(text: str, parsed: Any) -> None:

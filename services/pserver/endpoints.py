@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from ps_http2.writer import SMALL_BYTES
 from ps_protocol.errors import BadInput, Conflict
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
@@ -27,7 +28,6 @@ from .run.sync_run import SyncRun
 from .shard.bodies import content_length, receive_body
 
 MAX_GET_BODY_BYTES = 1024 * 1024
-SMALL_BYTES = 64 * 1024  # of a reply, whose parts are joined: a copy costs less than a write for each
 
 
 class TensorEndpoints:

