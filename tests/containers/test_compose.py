@@ -26,11 +26,11 @@ UP, MORE, EXEC, DOWN = (
 for command in (UP, EXEC, DOWN):
     del command[:2]  # docker compose
 UP.remove("--build")  # the fixture has built them
-LAST_LINE = r"trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+"
+LAST_LINE = r"(trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+) seconds=[\d.]+"
 
 
 def wait_for_results(compose: Compose, number: int) -> list[str]:
-    """Wait for the last lines of so many successful trainers."""
+    """Wait for the last lines of so many successful trainers, and return them without their times."""
     until = time.monotonic() + WAIT_SECONDS
     while len(lines := re.findall(LAST_LINE, compose("logs", "trainer"))) < number:
         assert time.monotonic() < until, compose("logs")
