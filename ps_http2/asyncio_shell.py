@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+from asyncio.trsock import TransportSocket
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -60,14 +62,15 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
 
     stream_type = AsyncStream
     _transport: asyncio.Transport
-    _fd: int | None = None
+    _socket: TransportSocket | None = None  # None with TLS, which keeps bytes of its own
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         # Data that the kernel does not take waits here, not in a copy. With TLS a limit of 0 would pause forever.
         transport.set_write_buffer_limits(high=1, low=0)
-        self._fd = _find_descriptor(transport)
+        if transport.get_extra_info("ssl_object") is None:
+            self._socket = transport.get_extra_info("socket")
         self.begin(transport)
 
     @override
@@ -87,25 +90,25 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
     def write_parts(self) -> None:
         writer, transport = self._writer, self._transport
         while not writer.is_paused and not transport.is_closing() and (parts := writer.next_parts()):
-            if self._fd is not None and not transport.get_write_buffer_size():
+            if self._socket is not None and not transport.get_write_buffer_size():
                 with suppress(OSError):  # it takes no more, or never will, which the transport finds out
-                    writer.advance(os.writev(self._fd, parts))
+                    writer.advance(os.writev(self._socket.fileno(), parts))  # from their owner's memory
                     continue
             part = bytes(parts[0][:KEPT_BYTES])  # asyncio copies what the kernel does not take, or keeps a view of it
             transport.write(part)
             writer.advance(len(part))
 
     @override
+    def await_bytes(self, num_bytes: int) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it is closed
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+    @override
     def write_last(self, data: bytes) -> None:
         self._transport.write(data)
         # `close` waits until the peer has taken what is written.
         asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
-
-
-def _find_descriptor(transport: asyncio.Transport) -> int | None:
-    """Return the descriptor to which bodies are written from their owner's memory; None with TLS."""
-    connected = transport.get_extra_info("socket")
-    return None if connected is None or transport.get_extra_info("ssl_object") is not None else connected.fileno()
 
 
 class BodyReader(Sink):

@@ -114,6 +114,7 @@ class ClientConnection(Connection):
         Returns False if the connection has ended: the server has left two pings without an answer.
         """
         self.must_check_files = True
+        self.set_low_water(1)
         if self.received_bytes != self._seen_bytes:
             self._seen_bytes, self._num_pings = self.received_bytes, 0
         elif self._num_pings == 2:

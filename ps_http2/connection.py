@@ -29,6 +29,7 @@ MAX_UNPRODUCTIVE_FRAMES = 1000  # in a row, without a request or a part of a bod
 UNPRODUCTIVE_SECONDS = 60.0  # at least, for so many: an idle peer may send a PING every few seconds
 PRODUCTIVE_BYTES = 64  # of a frame that is sent: an ordinary peer may have a small window, but not as small as this
 CLOSE_SECONDS = 5.0  # for the peer to read the GOAWAY
+LOW_WATER_BYTES = 128 * 1024  # of a body that come in one read: a millisecond at 1 Gbit/s
 CONNECTION_WINDOW = 1 << 30  # flow control is left to the streams' windows
 
 _CODE_NAMES = {code.value: code.name for code in ErrorCode}
@@ -59,6 +60,7 @@ class Connection(Receiver):
         self._writer = FrameWriter(self.streams, self._frame_sent)
         self._peer_stream_window = frames.DEFAULT_WINDOW
         self._transport: Transport
+        self._low_water = 1
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} [{len(self.streams)} streams | {self.received_bytes} bytes received]>"
@@ -97,6 +99,9 @@ class Connection(Receiver):
         """Write the parts of the writer, as many as the transport takes."""
         raise NotImplementedError
 
+    def await_bytes(self, num_bytes: int) -> None:
+        """Read once so many bytes have arrived, instead of after the first one. A shell may ignore it."""
+
     def write_last(self, data: bytes) -> None:
         """Write the last bytes before the transport is closed, within `CLOSE_SECONDS`."""
         raise NotImplementedError
@@ -131,7 +136,17 @@ class Connection(Receiver):
         except ProtocolError as error:
             self.abort(error.code, str(error))
             return
+        self.set_low_water(min(LOW_WATER_BYTES, self._reader.num_awaited))
         self.pump()
+
+    def set_low_water(self, num_bytes: int) -> None:
+        """Let the shell read once so many bytes have arrived, which the peer is bound to send, or the end.
+
+        Each read costs more than a copy of its bytes. Checks for stalled peers set it to 1, to see what has arrived.
+        """
+        if num_bytes != self._low_water:
+            self._low_water = num_bytes
+            self.await_bytes(num_bytes)
 
     def feed(self, data: bytes) -> None:
         """Process bytes that another protocol has received from the transport."""

@@ -170,6 +170,12 @@ class PolledConnection(ClientConnection):
         wire.watch(_READ | _WRITE if is_full else _READ, self._handle)
 
     @override
+    def await_bytes(self, num_bytes: int) -> None:
+        if not self._is_secure:  # TLS keeps bytes of its own
+            with suppress(OSError):
+                self._wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+    @override
     def write_last(self, data: bytes) -> None:
         with suppress(OSError):  # the peer may be gone, or take no more
             self._wire.socket.send(data)

@@ -60,6 +60,11 @@ class FrameReader:
         begun = self._num_filled or self._skipped_left
         return self._unfinished is not None or (begun > 0 and not self._payload_left)
 
+    @property
+    def num_awaited(self) -> int:
+        """The bytes that the peer is bound to send next: the rest of a DATA frame, or 1."""
+        return self._payload_left or 1
+
     def release(self, stream: Stream) -> None:
         """Discard the rest of the current frame if it belongs to the stream."""
         if self._stream is stream:

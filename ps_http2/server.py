@@ -248,6 +248,7 @@ class ServerConnection(AsyncConnection):
     def check_streams(self, now: float, elapsed: float) -> None:
         """Implement `Watched.check_streams`."""
         self._observe_streams(now, elapsed)
+        self.set_low_water(1)
         if self.received_bytes != self._seen_bytes:
             self._seen_bytes, self._received_at, self._pinged_at = self.received_bytes, now, None
         if self._pinged_at is not None and now - self._pinged_at >= PING_TIMEOUT_SECONDS:

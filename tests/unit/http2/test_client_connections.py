@@ -125,6 +125,25 @@ async def test_a_slow_server_that_answers_pings_is_waited_for(
         assert (await ask(client, address)).status_code == 200
 
 
+async def test_a_server_in_the_middle_of_a_slow_frame_is_waited_for(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot answer pings there."""
+    shorten(monkeypatch, "PING_SECONDS", 0.05)
+
+    async def serve(talker: Talker) -> None:
+        await talker.until(StreamEnded)
+        talker.h2.send_headers(1, OK)
+        frame = data_frame(bytes(1000), end_stream=True)
+        for at in range(0, len(frame), 50):
+            talker.write(frame[at : at + 50])
+            await asyncio.sleep(0.02)
+        await talker.hear()
+
+    async with serving(serve) as address:
+        assert (await ask(client, address)).content == bytes(1000)
+
+
 @pytest.mark.parametrize(("is_connected", "text"), [(False, "closed"), (True, "lost")])
 async def test_closing_the_transport_ends_its_requests(
     is_connected: bool, text: str, client: httpx.AsyncClient, full: str

@@ -17,7 +17,7 @@ from ps_http2.local_sockets import connect_locally, enlarge_buffer, local_name
 from ps_http2.stream import Headers, content_length
 
 from .conftest import BUFFER_BYTES, LARGE, Served
-from .sockets import GET, Caller, get, headers_frame, post, until
+from .sockets import GET, Caller, data_frame, get, headers_frame, post, until
 
 MIB = 1024 * 1024
 
@@ -191,6 +191,31 @@ async def test_a_slow_body_is_refused_and_a_steady_one_is_not(caller: Caller, mo
     assert b"slow_body" in await caller.body(slow)
     caller.send(steady, b"", end_stream=True)
     assert len(await caller.body(steady)) >= 8000
+
+
+async def test_the_small_parts_of_a_frame_are_read_together(service: Served, caller: Caller) -> None:
+    number = caller.ask(post(b"/upload"), end_stream=False)
+    frame = data_frame(bytes(BUFFER_BYTES), number, end_stream=True)
+    [connection] = service.connections
+    caller.write(frame[:1000])
+    await until(lambda: connection._reader.num_awaited > 1)
+    received = connection.received_bytes
+    caller.write(frame[1000:-1])
+    await asyncio.sleep(0.1)
+    assert connection.received_bytes == received
+    caller.write(frame[-1:])
+    assert len(await caller.body(number)) == BUFFER_BYTES
+
+
+@pytest.mark.parametrize("settings", [{"body_timeout_seconds": 0.2}])
+async def test_a_frame_that_arrives_steadily_has_not_stalled(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_server, "READ_SECONDS", 0.02)
+    number = caller.ask(post(b"/upload"), end_stream=False)
+    frame = data_frame(bytes(BUFFER_BYTES), number, end_stream=True)
+    for at in range(0, len(frame), 1000):
+        caller.write(frame[at : at + 1000])
+        await asyncio.sleep(0.03)
+    assert len(await caller.body(number)) == BUFFER_BYTES
 
 
 async def test_a_client_may_expect_100_continue(caller: Caller) -> None:
