@@ -148,17 +148,6 @@ class Connection(Receiver):
             self._low_water = num_bytes
             self.await_bytes(num_bytes)
 
-    def feed(self, data: bytes) -> None:
-        """Process bytes that another protocol has received from the transport."""
-        rest = memoryview(data)
-        while len(rest) and not self._transport.is_closing():
-            room = self.get_buffer(len(rest))
-            count = min(len(room), len(rest))
-            room[:count] = rest[:count]
-            del room
-            self.buffer_updated(count)
-            rest = rest[count:]
-
     # ------------------------------------------------------------------ receiving
 
     @property

@@ -164,6 +164,17 @@ class ServerConnection(AsyncConnection):
         self._num_frames = 0  # received at the last check
         self._watch = Watch(self, self._transport, self._header_timeout_seconds, self._body_timeout_seconds)
 
+    def feed(self, data: bytes) -> None:
+        """Process bytes that another protocol has received from the transport."""
+        rest = memoryview(data)
+        while len(rest) and not self._transport.is_closing():
+            room = self.get_buffer(len(rest))
+            count = min(len(room), len(rest))
+            room[:count] = rest[:count]
+            del room
+            self.buffer_updated(count)
+            rest = rest[count:]
+
     @override
     def end(self, exc: Exception | None) -> None:
         self._connections.discard(self)
