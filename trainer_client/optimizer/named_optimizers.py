@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ps_protocol.errors import BadModel
 
 from ..engines.combined_optimizer import CombinedOptimizer, step_without_hooks
-from ..session.script import hide_frames
 from ..session.session import Session
 from .remote_optimizer import RemoteOptimizer
 from .wrapped_optimizer import WrappingOptimizer
@@ -45,7 +44,6 @@ class NamedOptimizer(WrappingOptimizer):
         return self.remote.session
 
     @torch.no_grad()
-    @hide_frames
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step as `RemoteOptimizer.step` does, as if the parameters of the other optimizers had no gradients.
 
@@ -74,7 +72,6 @@ class NamedOptimizer(WrappingOptimizer):
         return f"NamedOptimizer({self.name!r}, {self.remote!r})"
 
 
-@hide_frames
 def wrap_optimizers(
     *,
     model: nn.Module | None = None,

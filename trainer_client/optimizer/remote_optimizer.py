@@ -16,7 +16,6 @@ from ps_protocol.vocabulary import Round
 
 from ..client.arguments import TrainerArguments
 from ..engines.model_tensors import find_tensors
-from ..session.script import hide_frames
 from ..session.session import Session, use_session
 from .choice import check_combination, divide_work, make_state, pause_collection, start_engine
 from .epochs import follow_run
@@ -55,7 +54,6 @@ class RemoteOptimizer(WrappingOptimizer):
 
     _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
-    @hide_frames
     @pause_collection()
     def __init__(
         self,
@@ -155,7 +153,6 @@ class RemoteOptimizer(WrappingOptimizer):
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
-    @hide_frames
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until those of all trainers are applied, and pull the parameters.
 
@@ -198,7 +195,6 @@ class RemoteOptimizer(WrappingOptimizer):
     # ------------------------------------------------------------------ parameters and state
 
     @torch.no_grad()
-    @hide_frames
     def synchronize(self) -> None:
         """Wait for the steps that are on their way, and write the newest parameters.
 

@@ -18,7 +18,6 @@ from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, Optimize
 
 from ..engines.combined_optimizer import CombinedOptimizer, is_of_torch
 from ..engines.torch_state import full_groups
-from ..session.script import hide_frames
 from .wrapped_state import StateInTrainer, WrappedState
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -75,7 +74,6 @@ class WrappingOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
-    @hide_frames
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
 
@@ -87,7 +85,6 @@ class WrappingOptimizer(Optimizer):
             self._follow_groups()
             return super().state_dict()
 
-    @hide_frames
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters now, and the state with the first step: that of the lowest rank. Does not block.
 
@@ -110,14 +107,12 @@ class WrappingOptimizer(Optimizer):
         self._shared_groups[:] = self._state.adopt_loaded()
         self.param_groups = self._wrapped.param_groups = self._shared_groups
 
-    @hide_frames
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only the constructor may, because the plan is made once."""
         if hasattr(self, "_wrapped"):
             refuse_group()
         super().add_param_group(param_group)
 
-    @hide_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: the optimizer is a place in a run."""
         raise CallError(
@@ -130,7 +125,6 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     """Make methods of a wrapped optimizer that the run would not notice raise BadModel: `step` while `is_in_run`."""
     step = wrapped.step
 
-    @hide_frames
     @wraps(step)  # keeps the mark of a scheduler that was made before, which warns if it is missing
     def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
         if is_in_run():
@@ -140,7 +134,6 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
             )
         return step(*arguments, **options)
 
-    @hide_frames
     def refuse_load(*_: object, **__: object) -> NoReturn:
         raise BadModel(
             "the run would not notice what the wrapped optimizer loads: call load_state_dict() of the RemoteOptimizer"
@@ -150,7 +143,6 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     vars(wrapped).update(changing, add_param_group=refuse_group)
 
 
-@hide_frames
 def refuse_group(*_: object, **__: object) -> NoReturn:
     """Raise BadModel for another parameter group."""
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
