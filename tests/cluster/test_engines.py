@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import ModelMismatch, NonFiniteGradient
 from trainer_client import Session
-from trainer_client.engines.collective.host import HostFollower, HostLeader
-from trainer_client.engines.collective.ring import RingEngine
 from trainer_client.engines.engine import StepEngine, StepProgress
-from trainer_client.engines.local import LocalEngine
+from trainer_client.engines.host import HostFollower, HostLeader
 from trainer_client.engines.pserver import PserverEngine
+from trainer_client.engines.ring import RingEngine
 from trainer_client.session import host as hosts
 from trainer_client.session import session as session_module
 from trainer_client.session.host import HostPlace
@@ -57,8 +56,7 @@ KINDS = {
     "pserver, delayed": Kind((PserverEngine,), {"max_delay": 1}, marks=[pytest.mark.extended]),
     "ring": Kind((RingEngine,), {"strategy": "ring"}, marks=[pytest.mark.ring]),
     "host": Kind(HOST, {"trainers": 1}, marks=[pytest.mark.hosts]),
-    "host, delayed": Kind(HOST, {"trainers": 1, "max_delay": 1}, marks=[pytest.mark.hosts, pytest.mark.extended]),
-    "local": Kind((LocalEngine,), None),
+    "local": Kind((RingEngine,), None),
 }
 
 
@@ -140,7 +138,8 @@ def gradients_are_read_until_step_returns(process: Process) -> None:
 def parameters_change_within_step_and_synchronize_only(process: Process) -> None:
     process.step()
     gradients = process.gradients(2.0)
-    process.engine.add_gradient("bias", gradients["bias"])
+    if isinstance(process.engine, PserverEngine):
+        process.engine.add_gradient("bias", gradients["bias"])
     process.assert_values(-process.mean)
     process.begin(gradients)
     process.session.io.run(process.session.client.finish())  # all pulls have ended
@@ -151,6 +150,7 @@ def parameters_change_within_step_and_synchronize_only(process: Process) -> None
 
 
 def added_gradients_can_be_discarded(process: Process) -> None:
+    assert isinstance(process.engine, PserverEngine)
     process.engine.add_gradient("bias", torch.full((5,), 7.0))
     process.engine.discard_gradients()
     assert process.engine.progress == StepProgress()
@@ -289,7 +289,7 @@ CHECKS: dict[Check, Collection[str]] = {
     a_step_begins_and_its_values_arrive_when_they_are_waited_for: KINDS,
     gradients_are_read_until_step_returns: KINDS,
     parameters_change_within_step_and_synchronize_only: KINDS,
-    added_gradients_can_be_discarded: KINDS,
+    added_gradients_can_be_discarded: PSERVER,
     a_refused_step_can_be_taken_again: KINDS,
     a_round_with_overflow_or_nan_is_skipped: KINDS,
     training_continues_from_the_values_of_the_lowest_rank: KINDS,
@@ -352,7 +352,7 @@ def run_host(cluster: LocalCluster, work: Callable[[Session], None], monkeypatch
 @pytest.mark.hosts
 def test_different_models_on_a_host_are_refused(shared_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(session: Session) -> None:
-        with pytest.raises(ModelMismatch, match="process 1 of this host differs from process 0 in parameters"):
+        with pytest.raises(ModelMismatch, match="process 1 of this host differs from process 0 in its parameters"):
             wrap_model(session, nn.Linear(4, 2 + session.rank))
 
     run_host(shared_cluster(on_trainer_loss="fail", lease_seconds=10, trainers=1), work, monkeypatch)

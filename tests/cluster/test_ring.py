@@ -10,41 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient, TrainerLost
+from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.engines.collective.buffers import FlatBucket
+from trainer_client.engines.collective import FlatBucket
 from trainer_client.testing import LocalCluster
 
 from .faulty_run import FaultyRun
 from .training import (
-    Wait,
     assert_identical,
     run_all,
     step_with,
     train_net,
-    wrap_model,
     wrap_weight,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
-
-
-def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
-    """The first layer's backward waits for the sum of the third one's gradients; the last one is frozen."""
-
-    def work(session: Session) -> None:
-        model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
-        model[3].requires_grad_(False)
-        optimizer = wrap_model(session, model, overlap=True)
-        hidden = torch.ones(2, 30)
-        for layer in model:
-            hidden = layer(hidden)
-            if layer is model[0]:
-                hidden = Wait.apply(hidden, lambda: optimizer._engine._group.collectives.has_ended(0))
-        hidden.sum().backward()
-        optimizer.step()
-
-    run_all(ring, work, bucket_bytes=1000)
 
 
 def test_numbers_that_differ_end_the_run_before_parameters_do(ring: LocalCluster) -> None:
@@ -86,19 +66,6 @@ def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> N
     for actual in run_all(ring, work):
         assert len(actual) > 1
         torch.testing.assert_close(actual["weight"], weight.detach())
-
-
-def test_a_step_with_nan_cannot_be_repeated_once_overlap_has_sent_gradients(ring: LocalCluster) -> None:
-    def work(session: Session) -> None:
-        weight, optimizer = wrap_weight(session, 4, overlap=True)
-        (weight * (float("nan") if session.rank == 1 else 1.0)).sum().backward()
-        with pytest.raises(NonFiniteGradient if session.rank == 1 else TrainerLost, match="trainer 1"):
-            optimizer.step()
-        if session.rank == 1:
-            optimizer.step()
-
-    with pytest.raises(ContributionConflict, match="Restart the script"):
-        run_all(ring, work)
 
 
 def test_training_outlives_the_coordinator_which_shows_it() -> None:

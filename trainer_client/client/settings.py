@@ -110,7 +110,8 @@ class TrainerSettings(Settings):
     overlap: bool = Field(
         default=False,
         description="whether gradients are sent while backward still runs; then they must not change before the step, "
-        "and all backward passes of a step but the last need `with optimizer.accumulate():`",
+        "and all backward passes of a step but the last need `with optimizer.accumulate():`; no effect without "
+        "pservers, and among the processes of a host",
     )
     overlap_pulls: bool = Field(
         default=False,

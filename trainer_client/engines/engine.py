@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import Round
-
-from ..client.run_client import RunClient
 
 
 class StepGradients(NamedTuple):
@@ -56,12 +53,6 @@ class StepEngine(Protocol):
         rank that calls it. No step may be on its way.
         """
 
-    def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add a flat gradient, (numel,), of the next step while backward still runs; it may be sent immediately."""
-
-    def discard_gradients(self) -> None:
-        """Discard the added gradients. Sent gradients cannot be recalled: the step may fail if it is repeated."""
-
     def step(self, contribution: StepGradients) -> None:
         """Push all gradients of the next step, and wait for the parameters of the step that is due.
 
@@ -71,13 +62,3 @@ class StepEngine(Protocol):
 
     def synchronize(self) -> bool:
         """Wait for the newest step's parameters; return True if any parameter was written."""
-
-
-def note_own_round(client: RunClient, round_: Round, grad_norm: float | None, *, is_skipped: bool) -> None:
-    """Note the results of a round in which the trainer has stepped itself, or has skipped the step."""
-    if is_skipped:
-        client.metrics.skipped.inc()
-        grad_norm = None if client.run.max_grad_norm is None else math.nan
-    client.adopt_results(round_, [round_] if is_skipped else [], grad_norm)
-    client.metrics.rounds.inc()
-    client.metrics.round.set(round_)

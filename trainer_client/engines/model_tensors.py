@@ -12,7 +12,6 @@ import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -20,7 +19,7 @@ from structlog.typing import FilteringBoundLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, ModelMismatch
+from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import BUFFER_RULES, LOWEST_RANK, MEAN, OptimizerSpec
 from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
@@ -271,27 +270,11 @@ def _copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def describe_model(
-    parameters: Sequence[ParameterSpec], stored: Sequence[tuple[Any, ...]], optimizer: OptimizerSpec, **settings: Any
-) -> dict[str, str]:
-    """Return a digest of each property that must be the same in all processes of a host."""
-    properties = {
-        "parameters": [(p.name, p.shape, p.dtype, p.group) for p in parameters],
-        "buffers": stored,
-        "optimizer": optimizer.to_json(),
-        **settings,
-    }
-    return {
-        name: xxhash.xxh3_64_hexdigest(json.dumps(value, default=str).encode()) for name, value in properties.items()
-    }
-
-
-def check_alike(ours: Mapping[str, str], theirs: Mapping[str, str], process: int) -> None:
-    """Raise ModelMismatch, with the properties that differ."""
-    different = [name for name in ours if ours[name] != theirs.get(name)]
-    if different:
-        names = " and ".join(different)
-        raise ModelMismatch(
-            f"process {process} of this host differs from process 0 in {names}. Run the same "
-            "script with the same settings in both"
-        )
+def digest_model(
+    model: TrainedModel, optimizer: Optimizer, spec: OptimizerSpec, local_steps: int, device: torch.device
+) -> str:
+    """Return a digest of what must be the same in all processes of a host."""
+    parameters, stored = model.describe(optimizer)
+    described = [(p.name, p.shape, p.dtype, p.group) for p in parameters]
+    text = json.dumps([described, stored, spec.to_json(), local_steps, device.type], default=str)
+    return xxhash.xxh3_64_hexdigest(text.encode())

@@ -144,13 +144,16 @@ class PserverEngine:
     # ------------------------------------------------------------------ the step
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Implement `StepEngine.add_gradient`. A gradient on a device is sent with a later one, or in `step`."""
+        """Add a flat gradient, (numel,), of the next step while backward still runs; it may be sent immediately.
+
+        A gradient on a device is sent with a later one, or in `step`.
+        """
         step = self.progress.begun + 1
         self._unfinished.require_same_gradients(step, {name: gradient}, (name,))
         self._pipeline.add(step, name, gradient)
 
     def discard_gradients(self) -> None:
-        """Implement `StepEngine.discard_gradients`."""
+        """Discard the added gradients. Pservers keep those that were sent."""
         self._pipeline.discard_gradients()
 
     def step(self, contribution: StepGradients) -> None:

@@ -12,21 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadModel, ModelMismatch
 from ps_protocol.optimizers import LOWEST_RANK, HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
-from ..engines.collective.host import HostFollower, HostLeader
-from ..engines.collective.ring import RingEngine
-from ..engines.collective.ring_group import Group
 from ..engines.combined_optimizer import CombinedOptimizer, members_of
 from ..engines.engine import StepEngine, StepGradients
-from ..engines.local import LocalEngine
+from ..engines.host import HostFollower, HostLeader
 from ..engines.local_steps import LocalSteps, check_outer
-from ..engines.model_tensors import TrainedModel, check_alike, describe_model, log_names
+from ..engines.model_tensors import TrainedModel, digest_model, log_names
 from ..engines.pserver import PserverEngine
+from ..engines.ring import RingEngine
 from ..engines.torch_state import ParameterStates, own_state
-from ..session.collectives import choose_device
+from ..session.collectives import Group, choose_device
 from ..session.session import Session
 from ..transport.tensors import Flattening
 from .guard import ScriptGuard
@@ -67,6 +65,11 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
         (
             pulls and rules.max_delay > 0,
             "overlap_pulls cannot be used with max_delay, whose pulls run beside the computation anyway",
+        ),
+        (
+            session.host is not None and rules.max_delay > 0,
+            "max_delay needs trainers of one process: the other processes of this host wait for parameters in step(). "
+            "Use one_trainer_per_host=False",
         ),
         (
             rules.is_async and LOWEST_RANK in model.averages.groups,
@@ -186,13 +189,14 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
     device = choose_device(model.parameters)
     if host is None:
         return _start_trainer(session, work, device)
-    parameters, stored = model.describe(work.optimizer)
-    local_steps = session.client.settings.local_steps
-    digests = describe_model(parameters, stored, work.spec, local_steps=local_steps, device=device.type)
     host.connect()
-    first, *others = host.gather(digests)
-    for process, theirs in enumerate(others, 1):
-        check_alike(first, theirs, process)
+    digests = host.gather(digest_model(model, work.optimizer, work.spec, session.client.settings.local_steps, device))
+    for process, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ModelMismatch(
+                f"process {process} of this host differs from process 0 in its parameters, buffers, optimizer, device "
+                "or local_steps. Run the same script with the same settings in both"
+            )
     if not host.is_leader:
         return StartedEngine(HostFollower(session, host, model, device, work.local), None)
     with host.reporting_failure():
@@ -205,16 +209,15 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
     client, model = session.client, work.model
     parameters, stored = model.describe(work.optimizer)
     spec = work.spec.with_buffers(model.averages.groups)
-    group = Group(session, device) if client.joined.consistency.is_ring else None
-    rendezvous = None if group is None else group.offer()
-    client.declare(parameters, spec, stored, model.aliases, rendezvous)
-    if group is not None:
+    group, is_ring = Group(client, device), client.joined.consistency.is_ring
+    client.declare(parameters, spec, stored, model.aliases, group.offer() if is_ring else None)
+    if is_ring:
         group.open(client.run.rendezvous)
-        ring = RingEngine(session, model, work.optimizer, group)
-        session.finish = ring.join_others
-        return StartedEngine(ring, None)
     if work.is_stepped_here:
-        return StartedEngine(LocalEngine(session, model, work.optimizer, work.local), None)
+        ring = RingEngine(session, model, work.optimizer, group, work.local)
+        if is_ring:
+            session.finish = ring.join_others
+        return StartedEngine(ring, None)
     log_names(client.log, model)
     engine = PserverEngine(session, model, work.local)
     session.finish = engine.warn_of_last_steps

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadInput, BadModel, GradpostError
 
-from ..engines.engine import StepEngine
 from ..engines.model_tensors import TrainedModel
 from ..engines.pserver import PserverEngine
 from ..session.session import Session
@@ -34,7 +33,7 @@ class Overlap:
         self,
         session: Session,
         parameters: Mapping[str, Tensor],
-        engine: StepEngine,
+        engine: PserverEngine,
         flattening: Flattening,
         waits: ForwardWaits | None,
     ) -> None:
@@ -105,10 +104,14 @@ class Overlap:
         try:
             self._check_added()
         except GradpostError:
-            self._engine.discard_gradients()
+            self.discard()
             raise
         finally:
             self._begin()
+
+    def discard(self) -> None:
+        """Discard the added gradients. Sent gradients cannot be recalled: the step may fail if it is repeated."""
+        self._engine.discard_gradients()
 
     def _check_added(self) -> None:
         for name, (gradient, version) in self._added.items():
@@ -134,15 +137,18 @@ def attach_overlap(
     watch: ParameterWatch | None,
     finish: Callable[[], object],
 ) -> Overlap | None:
-    """Return the hooks that the settings ask for, if any. `finish` waits for all parameters before they are saved."""
+    """Return the hooks that the settings ask for, if any. `finish` waits for all parameters before they are saved.
+
+    Without pservers, and among the processes of a host, gradients leave in `step`.
+    """
     settings, model, waits = session.client.settings, work.model, None
-    if settings.overlap_pulls and started.pserver is not None:
+    if started.pserver is None or session.host is not None or not settings.overlap:
+        return None
+    if settings.overlap_pulls:
         assert watch is not None  # else the combination is refused
         waits = ForwardWaits(session, model, started.pserver, watch, finish)
         session.finish = finish
-    if not settings.overlap:
-        return None
-    return Overlap(session, model.parameters, started.engine, work.flattening, waits)
+    return Overlap(session, model.parameters, started.pserver, work.flattening, waits)
 
 
 class ForwardWaits:

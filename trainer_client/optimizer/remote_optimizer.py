@@ -162,8 +162,7 @@ class RemoteOptimizer(WrappingOptimizer):
 
         Raises:
             NonFiniteGradient: under `nonfinite=reject`, before anything is pushed. The step may be taken again. If
-                other gradients have left early (`overlap`, or gradients on a device), they must be the same again; in a
-                ring the script must restart.
+                other gradients have left early (`overlap`, or gradients on a device), they must be the same again.
             Ended and its children: the run has ended.
 
         """
@@ -182,7 +181,8 @@ class RemoteOptimizer(WrappingOptimizer):
                 with self._measures.step(contribution.gradients), self._session.client.metrics.step_seconds.time():
                     self._engine.step(contribution)
         except BaseException:
-            self._engine.discard_gradients()  # those that have left early belong to no later step
+            if self._overlap is not None:
+                self._overlap.discard()  # those that have left early belong to no later step
             raise
         finally:
             self._guard.note()

@@ -78,8 +78,7 @@ class WrappingOptimizer(Optimizer):
         """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
 
         It waits for the newest step; state is float32, in host memory. With local steps, and in a ring, it is the
-        wrapped optimizer's own. Where several processes of a host are one trainer, only process 0 has state; with
-        `max_delay` all of them must call `synchronize` before.
+        wrapped optimizer's own. Where several processes of a host are one trainer, only process 0 has state.
         """
         with self._state.shown():
             self._follow_groups()

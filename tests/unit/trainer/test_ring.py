@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_client.engines.collective.buffers import PIECE, FlatBucket
-from trainer_client.engines.collective.ring_group import address_towards
-from trainer_client.engines.collective.tally import Tally, TallyVector
+from trainer_client.engines.collective import PIECE, FlatBucket, Tally, TallyVector
+from trainer_client.session.collectives import address_towards
 
 pytestmark = pytest.mark.ring
 
@@ -45,7 +44,7 @@ def test_all_ranks_read_the_same_tally() -> None:
 @pytest.mark.parametrize("size", [0, 1, PIECE, 2 * PIECE + 3])
 def test_squares_are_summed_in_64_bits(size: int) -> None:
     bucket = FlatBucket({"a": size}, CPU)
-    bucket.put("a", torch.full((size,), 1e30))  # whose square is infinite in 32
+    bucket.fill({"a": torch.full((size,), 1e30)})  # whose square is infinite in 32
     total = bucket.sum_of_squares()
     assert total.dtype == torch.float64
     assert float(total) == pytest.approx(size * float(torch.tensor(1e30)) ** 2, rel=1e-9)

@@ -6,6 +6,9 @@
 
 The sums are the same bits on all trainers, and so are the parameters. The vector decides the outcome
 of the round, and no trainer steps before it. A trainer without batches joins the others' rounds until all are done.
+
+With `strategy="local"` the ring has one trainer, which exchanges nothing. Settings that only change when and how values
+travel have no effect there.
 """
 
 from __future__ import annotations
@@ -17,43 +20,47 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
+from ps_protocol.errors import BadModel, ContributionConflict, GradpostError, NonFiniteGradient
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import MEAN
-from ps_protocol.vocabulary import Rank
+from ps_protocol.vocabulary import Rank, Round
 
-from ...session.session import Session
-from ..combined_optimizer import members_of
-from ..engine import StepGradients, StepProgress, note_own_round
-from ..local_steps import step_with_gradients
-from ..model_tensors import TrainedModel
-from .buffers import BroadcastBuffer, FlatGradients
-from .ring_group import DONE_TIMEOUT, Group
-from .tally import Tally, TallyVector
+from ..session.collectives import DONE_TIMEOUT, Group
+from ..session.session import Session
+from .collective import BroadcastBuffer, Tally, TallyVector, cut_buckets
+from .combined_optimizer import members_of
+from .engine import StepGradients, StepProgress
+from .local_steps import LocalSteps, step_with_gradients
+from .model_tensors import TrainedModel
 
 
 class RingEngine:
     """The engine of a trainer in a ring: all trainers sum their gradients, and each steps its own optimizer."""
 
-    def __init__(self, session: Session, model: TrainedModel, optimizer: Optimizer, group: Group) -> None:
-        """Write all values of the lowest rank to the model. Blocks for the other trainers."""
+    def __init__(
+        self, session: Session, model: TrainedModel, optimizer: Optimizer, group: Group, local: LocalSteps | None
+    ) -> None:
+        """Write all values of the lowest rank to the model. Blocks for the other trainers.
+
+        `optimizer` steps with the average; with local steps it is the outer optimizer.
+        """
         self.progress = StepProgress()
         self._client = session.client
         self._parameters = model.parameters
         self._optimizer = optimizer
         self._group = group
+        self._local = local
         self._buffer_averages = model.averages
         self._has_written = False  # the script has, on purpose: the next round begins with its values
         self._tally = TallyVector(list(model.parameters), group.rank, group.size, group.device)
         self._is_done = False  # no batches are left here
-        self._gradients = FlatGradients(
-            model.parameters,
-            self._agree_on_bucket_bytes(),
-            group.device,
-            lambda bucket: group.collectives.all_reduce(bucket.flat),
-        )
+        self._is_broken = False  # a round was given up after gradients were sent
+        self._buckets = cut_buckets(model.parameters, self._agree_on_bucket_bytes(), group.device)
+        self._averages = {name: part for bucket in self._buckets for name, part in bucket.parts.items()}
         self._broadcast({**model.pulled, **model.stored})
         model.averages.write_back()
+        if local is not None:
+            local.begin_count()
 
     def _agree_on_bucket_bytes(self) -> int:
         """Return `bucket_bytes` of the lowest rank, since all trainers must cut the same buckets."""
@@ -65,8 +72,8 @@ class RingEngine:
     def _broadcast(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
         """Replace the tensors by those of a rank; a trainer without batches keeps its own. Blocks for all trainers."""
         values, sends = BroadcastBuffer(tensors, self._group.device), self._group.rank == source
-        values.begin_broadcast(self._group.collectives, source, sends=sends)
-        self._group.wait()
+        with self._client.coordinator.reporting_wait():
+            values.broadcast(self._group.collectives, source, sends=sends)
         if not sends and not self._is_done:
             values.write_back()
 
@@ -78,14 +85,8 @@ class RingEngine:
     def replace_values(self, names: Collection[str]) -> None:
         """Implement `StepEngine.replace_values`. The lowest rank that calls it sets all parameters."""
         self._has_written = True
-
-    def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Implement `StepEngine.add_gradient`."""
-        self._gradients.add(name, gradient)
-
-    def discard_gradients(self) -> None:
-        """Implement `StepEngine.discard_gradients`."""
-        self._gradients.discard()
+        if self._local is not None:
+            self._local.begin_count()
 
     def synchronize(self) -> bool:
         """Implement `StepEngine.synchronize`."""
@@ -96,10 +97,10 @@ class RingEngine:
     def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. The other trainers wait for a trainer whose step is refused."""
         gradients, policy = contribution.gradients, self._client.run.nonfinite
-        self._gradients.check(gradients)
+        if self._is_broken:
+            raise ContributionConflict("a round was given up after gradients were sent. Restart the script")
         nonfinite = [] if policy == "allow" else self._find_nonfinite(gradients)
         if nonfinite and policy == "reject":
-            self._gradients.discard()
             raise NonFiniteGradient(
                 f"trainer {self._group.rank} has NaN or infinity in the gradient of "
                 f"{', '.join(map(repr, nonfinite[:3]))} in round {self.progress.version + 1}. To skip such rounds, set "
@@ -131,8 +132,7 @@ class RingEngine:
         is not raised. The script's tensors are not used any more.
         """
         log, last = self._client.log, self.progress.version
-        self._gradients.discard()
-        if self._gradients.is_spoiled:
+        if self._is_broken:
             log.warning("this trainer cannot join the others' rounds: it gave up a step after gradients were sent")
             return
         self._is_done = self._client.coordinator.is_done = True
@@ -159,18 +159,19 @@ class RingEngine:
         progress = self.progress
         progress.begun = self._client.coordinator.counted_round = progress.version + 1
         try:
-            self._gradients.send_rest(gradients)
+            for bucket in self._buckets:
+                bucket.fill(gradients)
+                self._group.collectives.all_reduce(bucket.flat)
             self._group.collectives.all_reduce(self._tally.vector)
             self._group.wait()
             tally = self._tally.read()
             if tally.num_active:
                 self._end(tally)
         except BaseException:
-            self._gradients.is_spoiled = True
+            self._is_broken = True
             raise
         finally:
             progress.begun = progress.version
-            self._gradients.clear()
         return tally.num_active > 0
 
     def _end(self, tally: Tally) -> None:
@@ -195,25 +196,38 @@ class RingEngine:
             self._average_buffers(tally)
         self.progress.version = round_
         if not self._is_done:
-            note_own_round(self._client, round_, grad_norm, is_skipped=bool(tally.nonfinite))
+            self._note_results(round_, grad_norm, is_skipped=bool(tally.nonfinite))
+
+    def _note_results(self, round_: Round, grad_norm: float | None, *, is_skipped: bool) -> None:
+        client = self._client
+        if is_skipped:
+            client.metrics.skipped.inc()
+            grad_norm = None if client.run.max_grad_norm is None else math.nan
+        client.adopt_results(round_, [round_] if is_skipped else [], grad_norm)
+        client.metrics.rounds.inc()
+        client.metrics.round.set(round_)
 
     @torch.no_grad()
     def _average(self, tally: Tally) -> float | None:
         """Replace the sums by averages, which are clipped; return their norm before that, if it was computed."""
-        for bucket in self._gradients.buckets:
+        for bucket in self._buckets:
             bucket.flat.mul_(1 / tally.num_active)
         max_norm = self._client.run.max_grad_norm
         return None if max_norm is None else self._clip(max_norm)
 
     def _apply(self, present: Collection[str]) -> None:
-        """Step with the averages."""
+        """Step with the averages; with local steps from the values before them."""
+        for name, value in ({} if self._local is None else self._local.starting_values).items():
+            self._parameters[name].copy_(value)
         averages = {}
         for name in present:
-            parameter, average = self._parameters[name], self._gradients.bucket_of[name].parts[name]
+            parameter, average = self._parameters[name], self._averages[name]
             averages[name] = average.view(parameter.shape)
             if not parameter.is_contiguous() or (parameter.dtype, parameter.device) != (average.dtype, average.device):
                 averages[name] = torch.empty_like(parameter).copy_(averages[name])
         step_with_gradients(self._optimizer, self._parameters, averages)
+        if self._local is not None:
+            self._local.begin_count()
 
     def _average_buffers(self, tally: Tally) -> None:
         """Average the buffers of the trainers that had a batch, or take those of the lowest, in one more collective."""
@@ -245,13 +259,12 @@ class RingEngine:
 
         Parameters without a gradient have zeros.
         """
-        buckets = self._gradients.buckets
-        squares = torch.stack([bucket.sum_of_squares() for bucket in buckets]).sum(0, keepdim=True)
+        squares = torch.stack([bucket.sum_of_squares() for bucket in self._buckets]).sum(0, keepdim=True)
         self._group.collectives.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
         self._group.wait()
         norm = math.sqrt(float(squares))
         coefficient = clip_coefficient(norm, max_norm)
-        for bucket in buckets if coefficient != 1 else ():
+        for bucket in self._buckets if coefficient != 1 else ():
             bucket.flat.mul_(coefficient)
         return norm
 

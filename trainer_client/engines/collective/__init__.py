@@ -1,1 +1,0 @@
-"""Engines whose processes reduce gradients among themselves: the trainers of a ring, and the processes of a host."""
