@@ -100,7 +100,7 @@ ENDINGS = {
         "--pservers 1", "if session.rank == 1 and step == 2: sys.exit(7)", 7,
         (r"^\[trainer 0\] gradpost.TrainerLost: trainer 1 failed: its process failed with exit code 7$",
          r"^failed: mode=sync .* rounds=\d",
-         rf"^gradpost: trainer 1 failed: its process failed with exit code 7{WAY_ON}"), rounds=10**6,
+         rf"^gradpost: trainer 1 failed: its process failed with exit code 7{WAY_ON}"), ("run failed",), 10**6,
     ),
     "a trainer is waited for in vain": Ending(
         "--pservers 1 --round-timeout 3", "if session.rank == 0 and step == 2: time.sleep(600)", 1,
@@ -116,7 +116,7 @@ ENDINGS = {
         "--pservers 1 --lease-seconds 1000", f"if session.rank == 1 and step == 2: {KILL}", 128 + 9,
         (rf"^\[trainer 0\] gradpost.TrainerLost: trainer 1 failed: its process {KILLED}$",
          rf"^gradpost: trainer 1 failed: its process {KILLED}{WAY_ON}",
-         r"^failed: mode=sync transport=HTTP/2 rounds=3 "),
+         r"^failed: mode=sync transport=HTTP/2 rounds=3 "), ("run failed",),
     ),
     "the others go on without a lost trainer": Ending(
         "--pservers 1 --on-trainer-loss continue", f"if session.rank == 1 and step == 2: {KILL}", 0,
@@ -192,7 +192,6 @@ def test_a_run_that_is_stopped_can_be_continued(
     assert re.fullmatch(way_on, stderr.splitlines(keepends=True)[-1]), stderr
     assert "[trainer 0] gradpost.RunStopped: an administrator stopped run" in stdout
     assert "run failed" not in stdout
-    assert "Traceback" not in stdout + stderr
     saved = run_command("checkpoint", "list", "--json")
     assert (option == "--fail") or json.loads(saved.stdout)[0]["round"] >= 20
     script.write_text(script.read_text().replace("range(20000)", "range(optimizer.round, optimizer.round + 5)"))
