@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -36,20 +37,12 @@ class Epoch:
     number: int
     batches_per_step: int
     begin: int
-    end: int | None = None  # None: not known yet
+    end: int
 
-    def batches_after(self, num_steps: int) -> Generator[Any, None, None]:
-        """Yield the batches that come after this many steps, and set `end`."""
+    def batches_after(self, num_steps: int) -> Iterator[Any]:
+        """Return the batches that come after this many steps."""
         _set_epoch(self.loader, self.number)
-        skipped = max(0, num_steps - self.begin) * self.batches_per_step
-        length, num_batches = _length(self.loader), 0
-        if length is not None:
-            num_batches = skipped = min(skipped, length)
-        for batch in self.loader if length is None else _skip(self.loader, skipped, length):
-            num_batches += 1
-            if num_batches > skipped:
-                yield batch
-        self.end = self.begin + num_batches // self.batches_per_step
+        return _skip(self.loader, max(0, num_steps - self.begin) * self.batches_per_step)
 
 
 class ResumableEpochs:
@@ -68,13 +61,13 @@ class ResumableEpochs:
     ) -> None:
         """`steps_per_round`: the number of local steps, or 0. `warn` is called with a message.
 
-        `note_total` is called with the rounds at the end of a call, if the loader has a length.
+        `note_total` is called with the rounds at the end of a call.
         """
         self._note_total = note_total
         self._position = position
         self._steps_per_round = max(1, steps_per_round)
         self._warn = warn
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._epochs: list[Epoch] = []
         self.schedule: _Schedule | None = None  # follows the run
 
@@ -88,27 +81,26 @@ class ResumableEpochs:
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield the epochs that are not over, each with its batches that are not in the run.
 
-        The last epoch in the run is not over: what the script does at its end may be missing. A DataLoader over a
-        map-style dataset does not load the skipped batches. With local steps a round that had begun starts again.
+        The last epoch in the run is not over: what the script does at its end may be missing. A DataLoader does not
+        load the skipped batches. With local steps a round that had begun starts again. Raises BadModel for a loader
+        without a length.
         """
         self._follow_schedule(schedule, is_loaded=first_epoch > 0)
         for number in range(first_epoch, epochs):
-            epoch = Epoch(loader, number, batches_per_step, self._end_of_epochs())
-            self._epochs.append(epoch)
             _set_epoch(loader, number)
-            if (length := _length(loader)) is not None:
-                end = epoch.begin + length // batches_per_step
-                self._note_total((end + (epochs - number - 1) * (end - epoch.begin)) // self._steps_per_round)
-                if self._num_steps(self._position()) > end:
-                    epoch.end = end
-                    continue
+            num_steps, begin = _length(loader) // batches_per_step, self._epochs[-1].end if self._epochs else 0
+            epoch = Epoch(loader, number, batches_per_step, begin, begin + num_steps)
+            self._epochs.append(epoch)
+            self._note_total((begin + (epochs - number) * num_steps) // self._steps_per_round)
+            if self._num_steps(self._position()) > epoch.end:
+                continue
             batches = self._batches_of(epoch)
             try:
                 yield number, batches
             finally:
-                batches.close()
-                if epoch.end is None:  # the script has not taken all batches
-                    epoch.end = max(epoch.begin, self._num_steps(self._position()))
+                if getgeneratorstate(batches) != GEN_CLOSED:  # the script has not taken all batches
+                    batches.close()
+                    epoch.end = max(begin, self._num_steps(self._position()))
 
     def _num_steps(self, position: Position) -> int:
         return position.round * self._steps_per_round
@@ -123,32 +115,18 @@ class ResumableEpochs:
                 "result to every call"
             )
 
-    def _end_of_epochs(self) -> int:
-        end = self._epochs[-1].end if self._epochs else 0
-        if end is None:
-            raise BadModel("an earlier loop over epochs() is not over: end it, or close() its iterator")
-        return end
-
     def _batches_of(self, epoch: Epoch) -> Generator[Any, None, None]:
         """Yield the batches of an epoch, and after a rollback those of earlier epochs that are lost."""
-        num_yielded, start, epochs = 0, self._position(), [epoch]
+        epochs = [epoch]
         while True:
             begun = self._follow_run()
             for batch in self._batches_after(begun, epochs):
-                num_yielded += 1
                 yield batch
                 if self._follow_run().num_rollbacks != begun.num_rollbacks:
                     epochs = self._epochs
                     break
             else:
-                break
-        num_rounds, size = self._position().round - start.round, epoch.batches_per_step * self._steps_per_round
-        if epochs is not self._epochs and num_rounds and num_yielded >= (num_rounds + 1) * size:
-            self._warn_once(
-                "batches_per_step",
-                f"{num_yielded} batches were taken for {num_rounds} steps of the run, and a resumed script would skip "
-                f"{size} for each. Give batches_per_step= if the script accumulates gradients",
-            )
+                return
 
     def _follow_run(self) -> Position:
         """Return the run's position, after moving the schedule there. Raises BadModel."""
@@ -160,24 +138,19 @@ class ResumableEpochs:
     def _batches_after(self, position: Position, epochs: Iterable[Epoch]) -> Iterator[Any]:
         num_steps = self._num_steps(position)
         for epoch in epochs:
-            if epoch.end is None or epoch.end > num_steps:
+            if epoch.end > num_steps:
                 if num_steps > epoch.begin or position.num_rollbacks:
                     self._warn_of_order(epoch.loader, position.round)
                 yield from epoch.batches_after(num_steps)
 
     def _warn_of_order(self, loader: Iterable[Any], round_: Round) -> None:
         random = (part for part in _parts(loader) if isinstance(part, RANDOM_SAMPLERS))
-        if not all(hasattr(part, "set_epoch") for part in random):
-            self._warn_once(
-                "order",
+        if not self._has_warned and not all(hasattr(part, "set_epoch") for part in random):
+            self._has_warned = True
+            self._warn(
                 f"the run is at round {round_}, and this loader shuffles by the process's random state: its order may "
-                "differ from that of the batches in the run. Use torch.utils.data.DistributedSampler",
+                "differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
             )
-
-    def _warn_once(self, topic: str, text: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            self._warn(text)
 
 
 def follow_run(session: Session, progress: StepProgress, num_optimizers: int) -> ResumableEpochs:
@@ -259,23 +232,24 @@ def _parts(loader: Iterable[Any]) -> list[Any]:
     return parts
 
 
-def _length(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches, or None where only an iteration shows it."""
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # such a length is a guess
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
+def _length(loader: Iterable[Any]) -> int:
+    """Return the number of batches. Raises BadModel where only an iteration shows it."""
+    if isinstance(loader, Sized) and not (
+        isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)  # such a length is a guess
+    ):
+        return len(loader)
+    raise BadModel(
+        "epochs() needs a loader with a length, and this one streams. Begin the loop at optimizer.round in the script"
+    )
 
 
-def _skip(loader: Iterable[Any], skipped: int, length: int) -> Iterator[Any]:
+def _skip(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
     """Iterate without the first batches; a DataLoader with a batch sampler does not load them."""
     # The loader of accelerate iterates over another one.
     is_plain = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
-    if 0 < skipped < length and is_plain and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+    if skipped and is_plain and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         rest = copy.copy(loader)
         # A DataLoader refuses the assignment to itself, since its workers may be running; the copy has none.
         vars(rest).update(batch_sampler=islice(loader.batch_sampler, skipped, None), _iterator=None)
         return iter(rest)
-    return iter(()) if skipped == length else islice(loader, skipped, None)
+    return islice(loader, skipped, None)

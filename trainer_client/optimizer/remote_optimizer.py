@@ -124,12 +124,12 @@ class RemoteOptimizer(WrappingOptimizer):
                 schedule.step()
             print(epoch, evaluate(model))
 
-        A restarted or resumed script continues after the batches of the run's rounds, and may do again what follows the
-        batches of an epoch; a rollback repeats batches. The order of the data must be a function of the epoch, as that
-        of a DistributedSampler is: `set_epoch` of the loader and its samplers is called. `batches_per_step` is for
-        scripts that accumulate gradients. A `schedule` that the script steps once after each `step()` is stepped to the
-        first batch. A script that has loaded a checkpoint of its own, with its schedule, gives the `first_epoch` after
-        it. A further call continues after the batches of the calls before.
+        The loader must have a length. A restarted or resumed script continues after the batches of the run's rounds,
+        and may do again what follows the batches of an epoch; a rollback repeats batches. The order of the data must be
+        a function of the epoch, as that of a DistributedSampler is: `set_epoch` of the loader and its samplers is
+        called. `batches_per_step` is for scripts that accumulate gradients. A `schedule` that the script steps once
+        after each `step()` is stepped to the first batch. A script that has loaded a checkpoint of its own, with its
+        schedule, gives the `first_epoch` after it. A further call continues after the batches of the calls before.
         """
         self._guard.has_read_position = True
         return self._epochs.iterate(loader, epochs, batches_per_step, schedule, first_epoch)

@@ -79,7 +79,6 @@ LOADERS: dict[str, Any] = {
     "shuffled in a batch sampler": lambda: shuffled_in_batch_sampler(Numbers()),
     "buckets": lambda: DataLoader(Numbers(), 1, sampler=Buckets()),
     "in order, persistent workers": lambda: DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True),
-    "stream": lambda: DataLoader(Stream(), 2),
     "no batches": lambda: DataLoader(Numbers(), batch_size=None),
     "wrapper": lambda: Wrapper(DataLoader(Numbers(), 3)),
     "list": lambda: [torch.tensor(4), torch.tensor(5)],
@@ -152,7 +151,7 @@ def train(state: dict[str, Any], *, stop_at: int | None = None, back_to: int = 1
     """Run a script that takes batches in several calls, of two loaders, and steps a schedule with each."""
     epochs = follow(state)
     _, schedule = make_schedule()
-    first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
+    first, second = shuffled(Numbers()), DataLoader(Numbers(), 3)
     for loader, number in ((first, 0), (first, 1), (second, 0), (first, 2)):
         for _, batches in epochs.iterate(loader, number + 1, 1, schedule, number):
             if not take(state, batches, schedule, stop_at, back_to):
@@ -218,14 +217,27 @@ def test_a_resumed_loop_over_epochs_begins_with_the_epoch_that_was_not_over() ->
         assert back["taken"] == whole["taken"], lost_at
 
 
-def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
-    epochs = at(0)
-    unfinished = epochs.iterate([1, 2], 1)
-    next(unfinished)
-    with pytest.raises(BadModel, match="is not over"):
-        next(epochs.iterate([3], 1))
-    unfinished.close()
-    assert lists(epochs.iterate([3], 1)) == [3]
+def test_an_epoch_that_the_script_leaves_ends_there() -> None:
+    state = {"rollbacks": 0, "round": 0}
+    epochs = follow(state)
+    for _, batches in epochs.iterate(range(9), 1):
+        for batch in batches:
+            state["round"] += 1
+            if batch == 3:
+                break
+    second = epochs.iterate(range(10, 20), 1)
+    _, batches = next(second)
+    assert next(batches) == 10
+    state["round"] = 7
+    assert next(batches) == 11
+    state.update(rollbacks=1, round=5)
+    assert next(batches) == 11
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Stream(), 2), iter([1])], ids=["stream", "iterator"])
+def test_a_loader_without_a_length_is_refused(loader: Any) -> None:
+    with pytest.raises(BadModel, match="needs a loader with a length"):
+        next(at(0).iterate(loader, 1))
 
 
 def test_a_schedule_loaded_by_the_script_is_moved_by_the_missing_steps() -> None:
