@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,23 +23,27 @@ class CombinedOptimizer(Optimizer):
                 if (other := owners.setdefault(id(parameter), name)) != name:
                     raise BadModel(f"optimizers {other!r} and {name!r} have the same parameter; each needs its own")
         self.members = dict(members)
-        groups = [group for optimizer in members.values() for group in optimizer.param_groups]
-        super().__init__([{"params": group["params"]} for group in groups], {})
-        self.param_groups = groups
-        self._known_groups = list(groups)
         self._owners = owners
+        super().__init__([{"params": group["params"]} for group in self.param_groups], {})
 
-    def follow_groups(self) -> None:
-        """Share the groups that the script has replaced, here or in the list of a member."""
-        places = [(its.param_groups, index) for its in self.members.values() for index in range(len(its.param_groups))]
-        for number, (group, known, (groups, index)) in enumerate(
-            zip(self.param_groups, self._known_groups, places, strict=False)  # another number is refused elsewhere
-        ):
-            if group is known:
-                self.param_groups[number] = groups[index]
-            else:
-                groups[index] = group
-        self._known_groups = list(self.param_groups)
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all members, as they are now."""
+        return [group for optimizer in self.members.values() for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Replace the groups of the members by as many; torch's constructor sets none."""
+        rest = iter(groups)
+        for optimizer in self.members.values() if groups else ():
+            optimizer.param_groups = list(islice(rest, len(optimizer.param_groups)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do nothing: the members have the groups."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.param_groups = state["param_groups"]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step each optimizer that has a gradient. There is no `closure`."""

@@ -174,34 +174,35 @@ def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None
                     "is fixed",
                     expected=value, actual=group[flag],
                 )  # fmt: skip
-    check_hyper_parameters(
-        spec,
-        [{name: _plain(name, i, group[name]) for name in RULES[spec.rule(i)].numbers} for i, group in enumerate(saved)],
-    )
-
-
-def _plain(name: str, index: int, value: Any) -> float | list[float]:
     try:
-        return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
-    except (TypeError, ValueError):
-        raise BadModel(
-            f"{name} in param_groups[{index}] of the loaded state_dict must be a number", actual=f"{value!r:.80}"
-        ) from None
+        numbers = [
+            {name: plain_number(group[name]) for name in RULES[spec.rule(index)].numbers}
+            for index, group in enumerate(saved)
+        ]
+    except (TypeError, ValueError) as error:
+        raise BadModel(f"param_groups of the loaded state_dict must have numbers: {error}") from None
+    check_hyper_parameters(spec, numbers)
+
+
+def plain_number(value: Any) -> float | list[float]:
+    """Return a hyperparameter as plain floats; a tensor is read."""
+    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
 
 
 def _read(
     optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
 ) -> ParameterState | None:
-    """Return the state of one parameter; None if there is none."""
-    if not isinstance(entry, Mapping):
-        raise BadModel(f"the loaded state of {name!r} must be a dict", actual=type(entry).__name__)
-    entry = dict(entry)
-    master = entry.pop(MASTER, None)
-    found = _read_optimizer_slots(optimizer, group, name, parameter, entry) if entry else None
-    if parameter.dtype == torch.float32 or not isinstance(master, Tensor) or master.dtype != torch.float32:
-        return found
-    state, slots = found or ParameterState(FRESH, {})
-    return ParameterState(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
+    """Return the state of one parameter; None if there is none. Raises BadModel."""
+    try:
+        entry = dict(entry)
+        master = entry.pop(MASTER, None)
+        found = _read_optimizer_state(optimizer, group, parameter, entry) if entry else None
+        if parameter.dtype == torch.float32 or not isinstance(master, Tensor) or master.dtype != torch.float32:
+            return found
+        state, slots = found or ParameterState(FRESH, {})
+        return ParameterState(state, {**slots, MASTER: _read_slot(MASTER, parameter, master)})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise BadModel(f"the loaded state of {name!r} does not fit {optimizer}: {error!s:.200}") from None
 
 
 def split_masters(
@@ -223,56 +224,31 @@ def split_masters(
     return without, masters
 
 
-def _read_optimizer_slots(
-    optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
+def _read_optimizer_state(
+    optimizer: str, group: Mapping[str, Any], parameter: Tensor, entry: Mapping[str, Any]
 ) -> ParameterState | None:
     counts = {} if optimizer == "SGD" else {"step"} if optimizer != "NAdam" else {"step", "mu_product"}
-    given = {key: value for key, value in entry.items() if key not in counts and value is not None}
-    if unknown := given.keys() - set(SLOTS[optimizer]):
-        raise BadModel(f"the state of {name!r} has {min(map(str, unknown))!r}, which {optimizer} does not keep")
-    slots = {key: _read_slot(name, key, parameter, value) for key, value in given.items()}
+    given = {key: value for key, value in entry.items() if value is not None}
+    slots = {key: _read_slot(key, parameter, given[key]) for key in given.keys() - counts}
+    if unknown := slots.keys() - set(SLOTS[optimizer]):
+        raise ValueError(f"it has {min(map(str, unknown))!r}")
     if optimizer == "SGD":
         return ParameterState(StepState(has_momentum=True), slots) if slots else None
-    state = StepState(_read_steps(name, entry), mu_product=_read_scalar(name, "mu_product", entry, default=1.0))
-    if missing := [
-        key for key in (*counts, *needed_slots(optimizer, group, state._replace(steps=1))) if entry.get(key) is None
-    ]:
-        raise BadModel(f"the state of {name!r} lacks {', '.join(sorted(missing))}")
-    if optimizer == "Adagrad" and state.steps == 0:
+    if missing := {*counts, *needed_slots(optimizer, group, StepState(1))} - given.keys():
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    steps, product = float(given["step"]), float(given.get("mu_product", 1.0))
+    if not (0 <= steps <= MAX_STEPS and steps == int(steps) and abs(product) < float("inf")):
+        raise ValueError(f"after {steps} steps, with mu_product {product}")
+    if optimizer == "Adagrad" and steps == 0:
         # It would be filled again with the optimizer's own.
         if not bool((slots["sum"] == float(group["initial_accumulator_value"])).all()):
-            raise BadModel(f"before the first step, the sum of {name!r} must be initial_accumulator_value")
+            raise ValueError("before the first step, the sum must be initial_accumulator_value")
         return None
-    return ParameterState(state, slots)
+    return ParameterState(StepState(int(steps), mu_product=product), slots)
 
 
-def _read_slot(name: str, slot: str, parameter: Tensor, value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
-        raise BadModel(
-            f"{slot} of {name!r} must be a dense tensor of floats", actual=f"{getattr(value, 'dtype', value)!s:.80}"
-        )
-    if value.shape != parameter.shape:
-        raise BadModel(
-            f"{slot} of {name!r} must have the parameter's shape",
-            expected=list(parameter.shape),
-            actual=list(value.shape),
-        )
+def _read_slot(slot: str, parameter: Tensor, value: Tensor) -> Tensor:
+    is_dense = isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+    if not is_dense or value.shape != parameter.shape:
+        raise ValueError(f"{slot} must be a dense tensor of floats of shape {list(parameter.shape)}")
     return value.detach().to("cpu", torch.float32).reshape(-1)
-
-
-def _read_steps(name: str, entry: Mapping[str, Any]) -> int:
-    steps = _read_scalar(name, "step", entry, default=0.0)
-    if not (0 <= steps <= MAX_STEPS and steps == int(steps)):
-        raise BadModel(f"step of {name!r} must be a number of steps", actual=steps)
-    return int(steps)
-
-
-def _read_scalar(name: str, key: str, entry: Mapping[str, Any], default: float) -> float:
-    value = entry.get(key, default)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise BadModel(f"{key} of {name!r} must be a number", actual=f"{value!r:.80}") from None
-    if not abs(number) < float("inf"):
-        raise BadModel(f"{key} of {name!r} must be finite", actual=number)
-    return number

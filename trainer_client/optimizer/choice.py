@@ -28,8 +28,7 @@ from ..session.collectives import Group, choose_device
 from ..session.session import Session
 from ..transport.tensors import Flattening
 from .guard import ScriptGuard
-from .wrapped_optimizer import describe_local_optimizer, describe_optimizer, read_hyper_parameters
-from .wrapped_state import StateInTrainer, StateOnPservers, WrappedState
+from .wrapped_optimizer import RemoteState, describe_local_optimizer, describe_optimizer, read_hyper_parameters
 
 
 def check_combination(session: Session, optimizer: Optimizer, model: TrainedModel, *, has_outer: bool) -> None:
@@ -226,20 +225,13 @@ def _start_trainer(session: Session, work: DividedWork, device: torch.device) ->
     return StartedEngine(engine, engine)
 
 
-def make_state(
-    remote: Optimizer,
-    wrapped: Optimizer,
-    work: DividedWork,
-    started: StartedEngine,
-    session: Session,
-    guard: ScriptGuard,
-) -> WrappedState:
-    """Return the `state` that a RemoteOptimizer shows."""
+def make_state(work: DividedWork, started: StartedEngine, session: Session, guard: ScriptGuard) -> RemoteState | None:
+    """Return the state of an optimizer on the pservers; None for one that steps in the trainer."""
     if work.initial_state:
         work.optimizer.state.clear()  # the run has the state now
     if work.is_stepped_here or work.local is not None:
-        return StateInTrainer(remote, wrapped)
-    return StateOnPservers(remote, wrapped, work.spec, work.model.names, started.pserver, session, guard)
+        return None
+    return RemoteState(work.spec, work.model.names, started.pserver, session, guard)
 
 
 @contextmanager

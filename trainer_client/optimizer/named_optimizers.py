@@ -36,7 +36,8 @@ class NamedOptimizer(WrappingOptimizer):
         own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         everything = [parameter for group in remote.param_groups for parameter in group["params"]]
         self._others = [parameter for parameter in everything if id(parameter) not in own]
-        self._share(remote._state.of_member(self, wrapped, name), lambda: remote.session.is_open)
+        state = None if remote._remote_state is None else remote._remote_state.of_member(name)
+        self._take_over(state, lambda: remote.session.is_open)
 
     @property
     def session(self) -> Session:

@@ -79,8 +79,8 @@ class RemoteOptimizer(WrappingOptimizer):
         self._engine = started.engine
         # 4. Attach to the script's optimizer and model, which have the initial values now.
         self._guard = ScriptGuard(self, tensors, self._engine, self._session)
-        state = make_state(self, optimizer, self._work, started, self._session, self._guard)
-        self._share(state, lambda: self._session.is_open)
+        state = make_state(self._work, started, self._session, self._guard)
+        self._take_over(state, lambda: self._session.is_open)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
         report, log = self._session.client.coordinator.report_measures, self._session.client.log
         self._measures = StepMeasures(optimizer, tensors.parameters, report, log)

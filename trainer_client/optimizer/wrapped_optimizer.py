@@ -1,8 +1,12 @@
-"""The optimizer that a `RemoteOptimizer` wraps: what both have in common, and how it is described to the run."""
+"""The optimizer that a `RemoteOptimizer` wraps: what both have in common, and how it is described to the run.
+
+Its state is in the trainer or, if the optimizer steps there, on the pservers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from inspect import signature
 from types import MethodType
@@ -17,12 +21,46 @@ from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, OptimizerSpec, check_optimizer
 
 from ..engines.combined_optimizer import CombinedOptimizer, is_of_torch
-from ..engines.torch_state import full_groups
-from .wrapped_state import StateInTrainer, WrappedState
+from ..engines.pserver import PserverEngine
+from ..engines.torch_state import full_groups, plain_number, read_state, write_state
+from ..session.session import Session
+from .guard import ScriptGuard
 
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+SHARED = (
+    "defaults",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class InitializedState(defaultdict[Tensor, Any]):
+    """The state of an optimizer, true even while it is empty.
+
+    `torch.distributed.checkpoint` takes an empty state for one that a step with zero gradients would create.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class EmptyState(InitializedState):
+    """The state that is shown while the slots are on the pservers."""
+
+    def clear(self) -> NoReturn:
+        """Raise BadModel, because nothing else would show that the script wants to begin without slots."""
+        refuse_changes_of_state()
+
+
+def refuse_changes_of_state() -> NoReturn:
+    """Raise BadModel for a script that has changed `optimizer.state`."""
+    raise BadModel(
+        "optimizer.state cannot be changed, since the slots are on the pservers. Before the first step, change what "
+        "optimizer.state_dict() returns, and give it to optimizer.load_state_dict()"
+    )
 
 
 class WrappingOptimizer(Optimizer):
@@ -36,41 +74,50 @@ class WrappingOptimizer(Optimizer):
                 f"RemoteOptimizer wraps an optimizer of torch.optim, not a {type(wrapped).__name__}; write "
                 "RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=…))"
             )
-        super().__init__([{"params": group["params"]} for group in wrapped.param_groups], wrapped.defaults)
-        # The same list: schedulers may hold either optimizer.
-        self.param_groups = self._shared_groups = wrapped.param_groups
         self._wrapped = wrapped
-        self._state: WrappedState
+        self._remote_state: RemoteState | None = None  # None: the wrapped optimizer steps in the trainer
+        for name in SHARED:
+            setattr(self, name, getattr(wrapped, name))
+        self._patch_step_function()
 
-    def _share(self, state: WrappedState, is_in_run: Callable[[], bool]) -> None:
-        """Show this state from now on, run the hooks of both optimizers once, and keep the wrapped one from stepping.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer: schedulers may hold either optimizer."""
+        return self._wrapped.param_groups
 
-        Its own `step` raises BadModel as long as `is_in_run`.
-        """
-        self._state = state
-        hooks = [*STEP_HOOKS, *STATE_HOOKS]
-        if not isinstance(state, StateInTrainer):  # the wrapped optimizer's load_state_dict runs its own hooks
-            hooks += LOAD_HOOKS
-        for name in hooks:
-            setattr(self, name, getattr(self._wrapped, name))
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the wrapped optimizer; empty while pservers have it."""
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._wrapped.state = state
+
+    def _take_over(self, remote_state: RemoteState | None, is_in_run: Callable[[], bool]) -> None:
+        """Show this state from now on, and keep the wrapped optimizer from stepping as long as `is_in_run`."""
+        self._remote_state = remote_state
+        self._show_state()
         refuse_changes(self._wrapped, is_in_run)
 
-    def _follow_groups(self) -> None:
-        """Share the list of groups that the script has assigned to either optimizer."""
-        for optimizer in (self, self._wrapped):
-            if optimizer.param_groups is not self._shared_groups:
-                self._shared_groups = self.param_groups = self._wrapped.param_groups = optimizer.param_groups
-                break
-        if isinstance(self._wrapped, CombinedOptimizer):
-            self._wrapped.follow_groups()
+    def _show_state(self) -> None:
+        self.state = InitializedState(dict, self.state) if self._remote_state is None else EmptyState(dict)
+
+    def _check_state(self) -> None:
+        """Raise BadModel for a script that has changed or replaced the state."""
+        if self._remote_state is not None and (type(self.state) is not EmptyState or any(self.state.values())):
+            refuse_changes_of_state()
 
     def _begin_step(self, closure: Callable[[], float] | None) -> float | None:
-        """Call the closure of a step, if any, and adopt what the script has changed; return the loss."""
+        """Call the closure of a step, if any, and check what the script has changed; return the loss."""
         vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._follow_groups()
-        self._state.check_changes()
+        self._check_state()
         return loss
 
     @torch.no_grad()
@@ -80,9 +127,14 @@ class WrappingOptimizer(Optimizer):
         It waits for the newest step; state is float32, in host memory. With local steps, and in a ring, it is the
         wrapped optimizer's own. Where several processes of a host are one trainer, only process 0 has state.
         """
-        with self._state.shown():
-            self._follow_groups()
+        if self._remote_state is None:
             return super().state_dict()
+        self._check_state()
+        self.state.update(self._remote_state.fetch(self))
+        try:
+            return super().state_dict()
+        finally:
+            self._show_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters now, and the state with the first step: that of the lowest rank. Does not block.
@@ -92,25 +144,16 @@ class WrappingOptimizer(Optimizer):
         optimizer's own, and all trainers must load the same, at any time. Raises BadInput for a `state_dict` that does
         not fit, and BadModel after the first step; then nothing has changed.
         """
-        handle = self.register_load_state_dict_pre_hook(  # the last hook that changes the argument
-            lambda _, loaded: self._state.load(loaded)
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Adopt the state that torch has loaded. Schedulers keep their list of groups."""
-        super().__setstate__(state)
-        self._shared_groups[:] = self._state.adopt_loaded()
-        self.param_groups = self._wrapped.param_groups = self._shared_groups
+        remote = self._remote_state
+        with self.register_load_state_dict_pre_hook(  # the last hook that changes the argument
+            lambda _, loaded: loaded if remote is None else remote.load(self, loaded)
+        ):
+            type(self._wrapped).load_state_dict(self._wrapped, state_dict)
+        self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; only the constructor may, because the plan is made once."""
-        if hasattr(self, "_wrapped"):
-            refuse_group()
-        super().add_param_group(param_group)
+        """Raise BadModel: the plan is made once, when the run starts."""
+        refuse_group()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: the optimizer is a place in a run."""
@@ -118,6 +161,59 @@ class WrappingOptimizer(Optimizer):
             "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
             "state_dict() instead"
         )
+
+
+class RemoteState:
+    """The state of an optimizer that steps on the pservers: `state_dict` fetches it, `load_state_dict` pushes it."""
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        names: Mapping[int, str],
+        engine: PserverEngine | None,
+        session: Session,
+        guard: ScriptGuard,
+    ) -> None:
+        """`names` are those of the parameters, by id. Without `engine` process 0 of this host has the state."""
+        self._spec = spec
+        self._names = names
+        self._engine = engine
+        self._session = session
+        self._guard = guard
+
+    def of_member(self, name: str) -> RemoteState:
+        """Return the state of one of several optimizers."""
+        return RemoteState(self._spec.member(name), self._names, self._engine, self._session, self._guard)
+
+    def fetch(self, optimizer: Optimizer) -> dict[Tensor, Any]:
+        """Return the newest step's state of an optimizer's parameters, as torch has it. Blocks for the pservers.
+
+        Processes of one host do not wait for each other's steps.
+        """
+        self._session.check_open("state_dict()")
+        if self._session.host is None:
+            self._guard.synchronize()
+        if self._engine is None:
+            return {}
+        with self._guard.noting_rollback():
+            slots = self._engine.pull_optimizer_state(self._names_of(optimizer))
+        return write_state(self._spec, full_groups(optimizer), self._names, slots)
+
+    def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Push the state in a state_dict with the first step, and return the rest. Raises BadInput before a change."""
+        if self._guard.has_stepped:
+            raise BadModel(
+                "optimizer state is loaded before the first step only. Go back to a checkpoint of the run with "
+                "`gradpost checkpoint restore`, or load the state in a new run"
+            )
+        slots = read_state(self._spec, full_groups(optimizer), self._names, state_dict)
+        if self._engine is not None:
+            self._engine.load_optimizer_state(self._names_of(optimizer), slots)
+        pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        return {**state_dict, "state": {}, "param_groups": [{**group, **theirs} for group, theirs in pairs]}
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        return [self._names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
@@ -199,13 +295,9 @@ def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer)
                     actual=bool(group[flag]),
                 )
     return [
-        {name: _plain(group[name]) for name in RULES[spec.rule(index)].numbers}
+        {name: plain_number(group[name]) for name in RULES[spec.rule(index)].numbers}
         for index, group in enumerate(full_groups(optimizer))
     ]
-
-
-def _plain(value: Any) -> float | list[float]:
-    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
 
 
 def describe_hyper_parameters(optimizer: Optimizer) -> str:
