@@ -16,8 +16,7 @@ import typer
 from ps_config.environment import SettingsError
 from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import GradpostError
-from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.plan import DEFAULT_PLACEMENT
+from ps_protocol.plan import DEFAULT_MIN_BLOCK_SIZE, DEFAULT_PLACEMENT
 from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS, Placement
 
 from .control import app as control_app

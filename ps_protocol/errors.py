@@ -294,7 +294,7 @@ def error_from_answer(content: bytes) -> GradpostError | None:
 def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:
     """Rebuild the exception. Raises ValueError if that is no object.
 
-    An unknown code (of a newer server) becomes the fact `unknown_code` of the family that the document suggests.
+    An unknown code becomes the fact `unknown_code` of a GradpostError.
 
     >>> error_from_problem({"code": "stale_round", "detail": "round 3 is over", "current": 5}).facts
     {'current': 5}
@@ -306,18 +306,4 @@ def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:
     facts = {str(key): value for key, value in problem.items() if key not in _DOCUMENT_MEMBERS}
     if code in ERRORS:
         return ERRORS[code].family(detail, code=code, **facts)
-    return _guess_family(problem)(detail, **{**facts, "unknown_code": code})
-
-
-def _guess_family(problem: Mapping[str, Any]) -> type[GradpostError]:
-    """Return the family of a document whose code is unknown."""
-    if problem.get("may_be_retried") is True:
-        return TryAgain
-    match problem.get("status"):
-        case 409:
-            return Conflict
-        case 410 | 504 | 507:
-            return Ended
-        case int(status) if 400 <= status < 500:
-            return BadInput
-    return GradpostError
+    return GradpostError(detail, **{**facts, "unknown_code": code})

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, declare_setting
 from ps_protocol.errors import BadModel
-from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.plan import DEFAULT_PLACEMENT, SlicePlan
+from ps_protocol.plan import DEFAULT_MIN_BLOCK_SIZE, DEFAULT_PLACEMENT, SlicePlan
 from ps_protocol.vocabulary import (
     DEFAULT_PSERVERS,
     DEFAULT_TRAINERS,

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import BadModel, GradpostError
 from ps_protocol.optimizers import MEAN, OptimizerSpec
-from ps_protocol.placement import PLACE, SizedName, place_balanced, place_hash, slice_parameter
-from ps_protocol.plan import MAX_PSERVERS, SlicePlan, make_plan
+from ps_protocol.plan import (
+    MAX_PSERVERS,
+    PLACE,
+    SizedName,
+    SlicePlan,
+    make_plan,
+    place_balanced,
+    place_hash,
+    slice_parameter,
+)
 from ps_protocol.vocabulary import DTYPE_BYTES, PLACEMENTS, ParameterSpec, Placement, is_name, is_shape, is_size
 from ps_protocol.wire_types import PushType, WireTypes
 
