@@ -7,7 +7,6 @@ Pulls, exports and checkpoints have the result. Tensors that the wire has no for
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 from collections.abc import Mapping, Sequence
@@ -28,9 +27,8 @@ from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
 from .combined_optimizer import CombinedOptimizer
 
 CHOICES = {"average": MEAN, "lowest_rank": LOWEST_RANK, "leave": ""}  # for float buffers, with their update rules
+MAX_NAMED = 5  # buffers in an error
 STATISTICS = {"running_mean", "running_var"}  # buffers of modules whose float buffers are all statistics
-SAME = 1e-3  # relative difference of values that are rounded
-MAX_NAMED = 5  # buffers in a warning
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,16 @@ def find_tensors(optimizer: Optimizer, model: nn.Module | None, buffers: Mapping
 
 
 def log_names(log: FilteringBoundLogger, model: TrainedModel) -> None:
-    """Log what a run lacks without the names, or without the buffers, of a model."""
+    """Log what a run lacks without the names, or without the buffers, of a model, and buffers that may spoil."""
     if model.num_unnamed:
         log.info(
             f"{model.num_unnamed} parameters have no names and are called by their position, such as "
             "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
+        )
+    if model.averages.doubtful:
+        log.info(
+            f"each step averages float buffers over the trainers, such as {model.averages.doubtful[0]!r}. Choose "
+            "RemoteOptimizer(…, buffers=…) for buffers that must not hold a mean"
         )
     if model.module is None:
         log.info(
@@ -168,8 +171,7 @@ class BufferAverages:
             name: stored[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name in self.rules
         }
-        self._pushed: Mapping[str, Tensor] = {}  # in the newest step
-        self._doubtful = [
+        self.doubtful = [  # buffers that the script has not chosen, and that may be no statistics
             name
             for name, (module, _) in self.owners.items()
             if name not in chosen and not STATISTICS & module._buffers.keys()
@@ -205,29 +207,11 @@ class BufferAverages:
             return {}
         copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
         are_finite = bool(torch.cat(list(copies.values())).isfinite().all())
-        self._pushed = {
+        return {
             name: copy
             for name, copy in copies.items()
             if not torch.equal(copy, self.means[name].view(-1)) and (are_finite or bool(copy.isfinite().all()))
         }
-        return self._pushed
-
-    def warn_of_differences(self, log: FilteringBoundLogger) -> None:
-        """Log once that trainers have written other values than this one to buffers that are no statistics."""
-        different = sorted(name for name in self._pushed.keys() & self._doubtful if self._differs(name))
-        if different:
-            self._doubtful.clear()
-            choice = dict.fromkeys(different[:MAX_NAMED], "lowest_rank")
-            log.warning(
-                f"trainers write different values to {len(different)} of the model's buffers, and each step averages "
-                f"them. Choose RemoteOptimizer(…, buffers={choice}) or 'leave' for buffers that must not hold a mean, "
-                "else 'average'"
-            )
-
-    def _differs(self, name: str) -> bool:
-        pushed, mean = self._pushed[name].float(), self.means[name].view(-1).float()
-        rounding = max(SAME, 2 * torch.finfo(self.means[name].dtype).eps)
-        return bool(torch.dist(pushed, mean) > rounding * pushed.norm())
 
     def write_back(self) -> None:
         """Copy the means to the buffers. Autograd does not notice, so a graph of an earlier pass stays valid."""
@@ -246,19 +230,16 @@ def _choose(names: Sequence[str], choices: Mapping[str, str], model: nn.Module |
         return {}
     if model is None:
         raise BadModel("choices for buffers need model=model. Pass the model to RemoteOptimizer")
-    dtypes = {_plain(name): buffer.dtype for name, buffer in model.named_buffers()}
     chosen: dict[str, str] = {}
     for pattern, choice in choices.items():
         if choice not in CHOICES:
             raise BadModel(f"{choice!r} is no choice for buffers {pattern!r}; use average, lowest_rank or leave")
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            reason = ". Exchanged are dense float32, float16 and bfloat16 buffers of the state_dict"
-            if others := fnmatch.filter(dtypes, pattern):
-                reason = f": {others[0]!r} is {dtypes[others[0]]}{reason}"
-            elif near := difflib.get_close_matches(pattern, names, n=1):
-                reason = f". Did you mean {near[0]!r}?"
-            raise BadModel(f"{pattern!r} matches no buffer that is exchanged{reason}")
+            raise BadModel(
+                f"{pattern!r} matches no buffer that is exchanged: a dense float32, float16 or bfloat16 one of the "
+                f"state_dict, such as {', '.join(map(repr, names[:MAX_NAMED]))}"
+            )
         chosen = dict.fromkeys(matched, CHOICES[choice]) | chosen
     return chosen
 

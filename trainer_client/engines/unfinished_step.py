@@ -16,18 +16,17 @@ from .engine import StepGradients
 class UnfinishedStep:
     """The state of a step that failed. It decides which gradients the next try may have.
 
-    ========  =====================================================  =============================================
-    state     reached by                                             the next try may have
-    ========  =====================================================  =============================================
-    none      any other error                                        any gradients
-    rejected  NonFiniteGradient: other buckets may have left early   any gradients; a ContributionConflict is final
-    kept      an interrupt, or a pserver that is unreachable:        the kept gradients, which `synchronize` pushes
-              pservers may have counted the step
-    lost      the same with several steps on their way, whose        none
-              gradients were not kept
-    ========  =====================================================  =============================================
+    =====  =================================================  =============================================
+    state  reached by                                         the next try may have
+    =====  =================================================  =============================================
+    none   any other error                                    any gradients
+    kept   an interrupt, or a pserver that is unreachable:    the kept gradients, which `synchronize` pushes
+           pservers may have counted the step
+    lost   the same with several steps on their way, whose    none
+           gradients were not kept
+    =====  =================================================  =============================================
 
-    A step that is pulled ends `rejected` and `kept`. A rollback ends all states.
+    A step that is pulled ends `kept`. A rollback ends all states.
     """
 
     def __init__(self, *, leads_host: bool) -> None:
@@ -35,12 +34,11 @@ class UnfinishedStep:
         self.kept: StepGradients | None = None
         self._leads_host = leads_host
         self.contribution: StepGradients | None = None  # of the newest try, not copied; None with several steps
-        self._rejection: NonFiniteGradient | None = None
         self._is_lost = False
 
     def note_pulled(self) -> None:
         """Note that the step was pulled after all."""
-        self.kept = self.contribution = self._rejection = None
+        self.kept = self.contribution = None
 
     def note_rollback(self) -> None:
         """Note that the run has gone back to before the step."""
@@ -48,16 +46,12 @@ class UnfinishedStep:
         self._is_lost = False
 
     def note_failure(self, error: BaseException) -> None:
-        """Note why the newest try failed. Raises ContributionConflict if the step can never succeed."""
-        if isinstance(error, ContributionConflict) and self._rejection is not None:
-            text = f"blocks staged by a rejected try of this step ({self._rejection}) cannot be discarded"
-            raise ContributionConflict(f"{text}. Restart the script") from error
-        self._rejection = error if isinstance(error, NonFiniteGradient) else None
-        if isinstance(error, Unreachable) or not isinstance(error, NonFiniteGradient | ContributionConflict | Ended):
-            self.keep()
+        """Note why the newest try failed.
 
-    def keep(self) -> None:
-        """Copy the gradients of the newest try, which pservers may have counted, before the script changes them."""
+        Gradients that pservers may have counted are copied, before the script changes them.
+        """
+        if isinstance(error, NonFiniteGradient | ContributionConflict | Ended) and not isinstance(error, Unreachable):
+            return
         if self.kept is not None:
             return  # the newest try has the same gradients
         if self.contribution is None:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from structlog.typing import FilteringBoundLogger
 from torch.distributed.rendezvous import rendezvous
 
 from ps_config.environment import SettingsError
@@ -98,37 +97,6 @@ def _reporting_store() -> Iterator[None]:
         raise Ended(f"the store of torchrun did not answer: {reason}", code="host_broken") from error
 
 
-class Rendezvous:
-    """The entries of one session of a host in torchrun's store, as JSON. All methods raise Ended without the store."""
-
-    @_reporting_store()
-    def __init__(self, place: HostPlace) -> None:
-        key = f"gradpost/host {place.trainer}/{place.attempt}/session {next(_numbers)}"
-        self.store = PrefixStore(key, _reach_store())
-
-    @_reporting_store()
-    def publish(self, key: str, facts: object) -> None:
-        """Set an entry."""
-        self.store.set(key, json.dumps(facts, default=str))
-
-    @_reporting_store()
-    def wait_for(self, key: str, process: int, log: FilteringBoundLogger) -> Any:
-        """Return an entry of a process. Blocks until it is set. Raises Ended after 30 minutes, too."""
-        begun, was_logged = time.monotonic(), False
-        while not self.store.check([key]):  # `get` would delay an interrupt
-            waited = time.monotonic() - begun
-            if waited > START_SECONDS:
-                raise Ended(
-                    f"process {process} of this host has not made the same call for {START_SECONDS:g} s. See its log",
-                    code="host_broken",
-                )
-            if waited > LOG_SECONDS and not was_logged:
-                log.info(f"waiting for process {process} of this host")
-                was_logged = True
-            time.sleep(PAUSE_SECONDS)
-        return json.loads(self.store.get(key))
-
-
 @functools.cache
 def _reach_store() -> Any:
     """Connect once in the life of the process: without an agent's store it is that of the first process."""
@@ -149,16 +117,18 @@ class Host:
         self.tensors: Collectives
         self.control: Collectives  # of facts, in host memory
         self._client = client
-        self._rendezvous: Rendezvous
+        self._store: Any
 
     def __repr__(self) -> str:
         return f"<Host [process {self.place.process} of {self.place.num_processes}]>"
 
     def join(self, join: Callable[[], TrainerJoined]) -> TrainerJoined:
         """Join the run with `join` in process 0, or wait until process 0 has. Raises the errors of `join`."""
-        self._rendezvous = Rendezvous(self.place)
+        with _reporting_store():
+            key = f"gradpost/host {self.place.trainer}/{self.place.attempt}/session {next(_numbers)}"
+            self._store = PrefixStore(key, _reach_store())
         if not self.is_leader:
-            answer = self._rendezvous.wait_for("joined", 0, self._client.log)
+            answer = self._wait_for("joined", 0)
             _raise_failure(answer)
             joined = TrainerJoined.model_validate(answer)
             self._client.coordinator.adopt_place(joined, self.place.process)
@@ -166,18 +136,40 @@ class Host:
         try:
             joined = join()
         except GradpostError as error:
-            self._rendezvous.publish("joined", {"failure": error.to_problem()})
+            self._publish("joined", {"failure": error.to_problem()})
             raise
-        self._rendezvous.publish("joined", joined.model_dump(mode="json"))
+        self._publish("joined", joined.model_dump(mode="json"))
         return joined
+
+    @_reporting_store()
+    def _publish(self, key: str, facts: object) -> None:
+        """Set an entry of torchrun's store, as JSON."""
+        self._store.set(key, json.dumps(facts, default=str))
+
+    @_reporting_store()
+    def _wait_for(self, key: str, process: int) -> Any:
+        """Return an entry of a process. Blocks until it is set. Raises Ended after 30 minutes, too."""
+        begun, was_logged = time.monotonic(), False
+        while not self._store.check([key]):  # `get` would delay an interrupt
+            waited = time.monotonic() - begun
+            if waited > START_SECONDS:
+                raise Ended(
+                    f"process {process} of this host has not made the same call for {START_SECONDS:g} s. See its log",
+                    code="host_broken",
+                )
+            if waited > LOG_SECONDS and not was_logged:
+                self._client.log.info(f"waiting for process {process} of this host")
+                was_logged = True
+            time.sleep(PAUSE_SECONDS)
+        return json.loads(self._store.get(key))
 
     # ------------------------------------------------------------------ the groups
 
     def connect(self) -> None:
         """Connect with the other processes. Blocks for them, up to 30 minutes."""
-        self._rendezvous.publish(f"process {self.place.process}", "")
+        self._publish(f"process {self.place.process}", "")
         for process in range(self.place.num_processes):
-            self._rendezvous.wait_for(f"process {process}", process, self._client.log)
+            self._wait_for(f"process {process}", process)
         self.control = self._make_collectives("control", torch.device("cpu"))
 
     def connect_tensors(self, device: torch.device) -> None:
@@ -187,7 +179,7 @@ class Host:
     def _make_collectives(self, name: str, device: torch.device) -> Collectives:
         place, timeout = self.place, timedelta(seconds=self._client.joined.round_timeout_seconds)
         try:
-            store = PrefixStore(name, self._rendezvous.store)
+            store = PrefixStore(name, self._store)
             group = make_group(store, place.process, place.num_processes, device, LOOPBACK, timeout)
         except RuntimeError as error:
             raise _broken(str(error).partition("\n")[0]) from error

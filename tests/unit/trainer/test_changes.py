@@ -156,14 +156,6 @@ def test_a_refused_step_allows_other_gradients(error: BaseException) -> None:
     assert allows(failed(error), 2.0)
 
 
-def test_a_conflict_after_a_rejection_is_final() -> None:
-    step = failed(NonFiniteGradient("NaN in w"))
-    with pytest.raises(ContributionConflict, match=r"NaN in w.* cannot be discarded. Restart the script"):
-        step.note_failure(ContributionConflict("another gradient"))
-    step.note_pulled()
-    step.note_failure(ContributionConflict("another gradient"))  # of a later step
-
-
 def test_lost_gradients_allow_no_step_until_a_rollback() -> None:
     step = failed(KeyboardInterrupt(), has_several_steps=True)
     step.note_pulled()
