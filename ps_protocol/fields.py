@@ -24,7 +24,7 @@ MAX_REASON = 2000  # characters of the reason of a trainer's end
 MAX_NOTE = 10_000
 MAX_RESULTS = 256  # results of a trainer
 OWN_RESULTS = "gradpost/"  # begins the names of curves that trainers measure themselves
-MAX_OWN_RESULTS = 64
+MAX_OWN_RESULTS = 3
 MAX_RESULT_NAME = 200
 MAX_URL = 500
 

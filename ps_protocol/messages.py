@@ -43,7 +43,7 @@ from .fields import (
     Text,
 )
 from .membership import Plan, RequiredStandbys
-from .process_reports import OutputLines, ProcessFigures, ScriptInfo, Software, Traceback
+from .process_reports import ProcessFigures, ScriptInfo, Software
 from .standbys import SeenStandbys, StandbyStatus
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy
 from .wire_types import PullType, PushType
@@ -253,7 +253,6 @@ class TrainerHeartbeat(Message):
         default=None,
         description="means of the values that were reported since the last answered heartbeat; null: of `results`",
     )
-    output: OutputLines | None = None
     attempt: Ordinal = Field(default=0, description="attempt that `round` belongs to")
     unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer: incarnation and seconds"
@@ -291,8 +290,6 @@ class Leave(Message):
     code: Label | None = Field(
         default=None, description="code of the error that the trainer failed with, if it has one"
     )
-    output: OutputLines | None = None
-    traceback: Traceback | None = Field(default=None, description="of the exception that ended the script")
 
 
 class CheckpointCreated(Message):

@@ -6,13 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .fields import Count, Identifier, Label, Message, Note, Rank, Real
-
-MAX_LINE = 500  # characters of a line of output
-MAX_LINES = 100  # lines of a message
-MAX_KEPT_LINES = 200  # lines of a trainer that the coordinator holds
-MAX_TRACEBACK = 20_000  # characters
-MAX_STREAMS = 2
+from .fields import Count, Label, Message, Note, Real
 
 Amount = Annotated[Real, Field(ge=0)]
 
@@ -52,27 +46,3 @@ class ProcessFigures(Message):
         default=None, description="tensors sent to pservers or, by a pserver, to trainers; null in a ring"
     )
     received_bytes: Count | None = Field(default=None, description="tensors received, likewise")
-
-
-Line = Annotated[str, Field(max_length=MAX_LINE)]
-Traceback = Annotated[str, Field(max_length=MAX_TRACEBACK)]
-
-
-class OutputLines(Message):
-    """Lines of a script's output since the last answered heartbeat. `first` is the number of the first one, from 0.
-
-    `unfinished` lines have no newline yet, such as a progress bar; each message replaces them.
-    """
-
-    first: Count = 0
-    lines: tuple[Line, ...] = Field(default=(), max_length=MAX_LINES)
-    unfinished: tuple[Line, ...] = Field(default=(), max_length=MAX_STREAMS)
-
-
-class TrainerOutput(Message):
-    """The newest lines of a trainer's output, and the traceback of the exception that ended its script."""
-
-    run: Identifier
-    rank: Rank
-    lines: tuple[Line, ...] = Field(max_length=MAX_KEPT_LINES + MAX_STREAMS)
-    traceback: Traceback | None = None

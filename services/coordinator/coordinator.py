@@ -22,7 +22,7 @@ from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from .checkpoints import Checkpoints, RunResult
-from .events import Events, OutputLog
+from .events import Events
 from .failover import FailOver
 from .history import Curves, HistoryWriter, RunHistory
 from .reconcile import Reconciler
@@ -45,7 +45,6 @@ class Coordinator(Shell):
         super().__init__(Cluster(settings, name_run=lambda: secrets.token_hex(6)), http, settings)
         self.events = Events()
         self.curves = Curves()
-        self.output = OutputLog()
         self.failover = FailOver(self)
         self.reconciler = Reconciler(self, on_silence=self.failover.suspect)
         place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))

@@ -1,25 +1,19 @@
 """The events of the cluster: changes of its state, and the outcomes of administrators' requests.
 
 The newest `MAX_EVENTS` are held in memory, and of consecutive checkpoints the newest one; the log has all of them and
-more. Ids also increase over restarts, so that a client can continue after a lost connection. The newest output of each
-trainer is held here as well.
+more. Ids also increase over restarts, so that a client can continue after a lost connection.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from ps_protocol.errors import NotFound
 from ps_protocol.fields import Message
-from ps_protocol.messages import Leave, TrainerHeartbeat
-from ps_protocol.process_reports import MAX_KEPT_LINES, TrainerOutput
-from ps_protocol.vocabulary import Incarnation, Rank, Round
+from ps_protocol.vocabulary import Round
 from services.runtime.logs import get_logger
 
 from .state.cluster import Cluster
@@ -148,49 +142,3 @@ def _list_pserver_changes(last: PserverRegistry | None, replicas: Replicas, memb
     for standby, change in sorted({**changes, **dict.fromkeys(lost, "is no longer in sync")}.items()):
         facts = {"pserver": index, "standby": standby, "in_sync": len(replicas.in_sync)}
         yield "pserver", f"a standby of pserver {index} {change} ({len(replicas.in_sync)} in sync)", facts
-
-
-# ---------------------------------------------------------------- the trainers' output
-
-
-@dataclass(slots=True)
-class _RankOutput:
-    """The output of one rank. A later incarnation numbers its lines from 0 again."""
-
-    incarnation: Incarnation = 0
-    num_received: int = 0  # lines of this incarnation
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_LINES))
-    unfinished: tuple[str, ...] = ()
-    traceback: str | None = None
-
-
-class OutputLog:
-    """The output of the trainers of the newest run. A failed trainer's output stays when its rank returns."""
-
-    def __init__(self) -> None:
-        self._run = ""
-        self._ranks: dict[Rank, _RankOutput] = {}
-
-    def add(self, rank: Rank, message: TrainerHeartbeat | Leave) -> None:
-        """Add the lines of a message from a member of the run; lines that were received before are left out."""
-        if message.run != self._run:
-            self._run = message.run
-            self._ranks.clear()
-        output = self._ranks.setdefault(rank, _RankOutput())
-        if message.incarnation != output.incarnation:
-            output.incarnation, output.num_received = message.incarnation, 0
-        if (sent := message.output) is not None:
-            output.lines.extend(sent.lines[max(0, output.num_received - sent.first) :])
-            output.num_received = max(output.num_received, sent.first + len(sent.lines))
-            output.unfinished = sent.unfinished
-        if isinstance(message, Leave):
-            output.traceback = message.traceback
-
-    def describe(self, run: Run, rank: Rank) -> TrainerOutput:
-        """Return the output of a rank. Raises NotFound if the run has no such trainer."""
-        output = self._ranks.get(rank) if run.record.name == self._run else None
-        if output is None and rank not in run.record.trainers:
-            raise NotFound(f"run {run.record.name} has no trainer {rank}")
-        output = output or _RankOutput()
-        lines = (*output.lines, *output.unfinished)
-        return TrainerOutput(run=run.record.name, rank=rank, lines=lines, traceback=output.traceback)

@@ -34,7 +34,6 @@ from ps_protocol.frames import (
 )
 from ps_protocol.messages import ClusterStatus
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import TrainerOutput
 from ps_protocol.routes import SHARD
 from ps_protocol.vocabulary import DTYPE_BYTES, PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream
@@ -66,11 +65,6 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """Return the state of the cluster and its members, with their newest heartbeats."""
         cluster, now = coordinator.cluster, coordinator.now()
         return describe_status(cluster.shown_run, cluster.registry, now, time.time(), measure_process())
-
-    @app.get(routes.OUTPUT, tags=["inspection"])
-    async def output(rank: OrdinalText) -> TrainerOutput:
-        """Return the newest lines that a trainer's script wrote, and the traceback of a failed one."""
-        return coordinator.output.describe(coordinator.cluster.run, rank)
 
     @app.get(routes.PARAMETERS, tags=["inspection"])
     async def parameters() -> ParameterList:

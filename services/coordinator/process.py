@@ -234,7 +234,6 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         """Renew a trainer's lease, and return the state of the run."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
         coordinator.curves.add(rank, message)
-        coordinator.output.add(rank, message)
         coordinator.changed()
         run, failover = cluster.run, coordinator.failover
         for index, (pserver_incarnation, _) in message.unreachable.items():
@@ -250,7 +249,6 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def leave(rank: OrdinalText, message: Leave) -> None:
         """Remove a trainer that is done or failed."""
         cluster.leave_trainer(rank, message, coordinator.now())
-        coordinator.output.add(rank, message)
         coordinator.changed()
         await coordinator.persist()  # so that a restarted coordinator does not wait for it
 

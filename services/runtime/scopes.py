@@ -39,7 +39,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.PARAMETER): "read",
     ("GET", routes.STATISTICS): "read",
     ("GET", routes.MODEL): "read",
-    ("GET", routes.OUTPUT): "read",
     ("GET", routes.CURVES): "read",
     ("GET", routes.HISTORY): "read",
     ("GET", routes.HISTORY_RUN): "read",

@@ -36,7 +36,7 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import OutputLines, ProcessFigures, ScriptInfo, Software
+from ps_protocol.process_reports import ProcessFigures, ScriptInfo, Software
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.standbys import (
     FenceStandby,
@@ -87,7 +87,6 @@ EXAMPLES: tuple[Any, ...] = (
     PlanReady(run=RUN, attempt=0, plan=PLAN, digest=DIGEST, pservers=(PSERVER,), uploader=0),
     TrainerHeartbeat(
         run=RUN, incarnation=1, round=41, results={"loss": 0.31}, software=VERSIONS,
-        output=OutputLines(first=40, lines=("round 41 loss 0.31",), unfinished=("42%|####",)),
         unreachable={0: (1, 2.5)}, process=FIGURES,
         ahead_of={0: 2}, script=SCRIPT,
     ),

@@ -129,7 +129,6 @@ def _labels(collector: Collector, family: Metric) -> list[str]:
 
 # No client depends on the members of these; they are for reading.
 INSPECTION = {
-    "TrainerOutput",
     "PserverState",
     "PserverStatus",
     "StandbyStatus",

@@ -30,6 +30,5 @@ class TrainerArguments(TypedDict, total=False):
     overlap_pulls: bool | None
     local_transport: bool | None
     retry_seconds: float | None
-    keep_output: bool | None
     metrics_host: str | None
     metrics_port: int | None

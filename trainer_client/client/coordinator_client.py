@@ -1,4 +1,7 @@
-"""A trainer's requests to the coordinator: join the run, declare the model, heartbeats, leave."""
+"""A trainer's requests to the coordinator: join the run, declare the model, heartbeats, leave.
+
+Without a cluster (`strategy="local"`) this process answers itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
 from ps_config.process_meter import measure_process
 from ps_config.versions import installed_versions
-from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import Conflict, GradpostError, Unreachable, error_from_problem
 from ps_protocol.fields import Mean, Message
 from ps_protocol.messages import (
     DeclareModel,
@@ -31,6 +35,7 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
+from ps_protocol.plan import make_ring_plan
 from ps_protocol.printable import escape_event
 from ps_protocol.process_reports import Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
@@ -42,17 +47,21 @@ from ps_protocol.routes import (
     SUMMARY,
     TRAINER_HEARTBEAT,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
 
 from ..transport.work import Signal
 from .news import Attempt, News
 from .pserver_connection import PserverConnection
 from .settings import TrainerSettings
-from .telemetry import OutputBuffer, describe_script
+from .telemetry import describe_script
 
 RETRY_SECONDS = 0.1
 PLAN_WAIT_SECONDS = 5.0
 LAST_HEARTBEAT_SECONDS = 5.0
+LOCAL = "local"  # the run and the transport of a trainer without a cluster
+# Between the processes of a host, which are one trainer.
+LOCAL_LEASE_SECONDS = 10.0
+LOCAL_TIMEOUT_SECONDS = 600.0
 
 
 class CoordinatorClient:
@@ -68,7 +77,6 @@ class CoordinatorClient:
         self._means_lock = threading.Lock()
         self.news = News()
         self.pservers: Sequence[PserverConnection] = ()
-        self.output = OutputBuffer()
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
@@ -179,8 +187,6 @@ class CoordinatorClient:
                 attempt=self.news.attempt.number,
                 reason=reason[:2000],
                 code=code,
-                output=self.output.describe(),
-                traceback=self.output.traceback if outcome != "done" else None,
             )
             if outcome != "done":
                 with contextlib.suppress(httpx.TransportError, GradpostError):
@@ -204,17 +210,15 @@ class CoordinatorClient:
         self.news.request_heartbeat()
 
     def _send_heartbeat(self) -> bytes:
-        """Send a heartbeat, and return the answer. Without one, the next heartbeat has its means and lines, too."""
+        """Send a heartbeat, and return the answer. Without one, the next heartbeat has its means, too."""
         with self._means_lock:
             means, self._means = self._means, {}
-        output = self.output.describe()
         # Without pservers there is a ring, whose traffic is that of torch.distributed.
         sent = sum(pserver.sent_bytes for pserver in self.pservers) if self.pservers else None
         received = sum(pserver.received_bytes for pserver in self.pservers) if self.pservers else None
         waiting_since = self._waiting_since
         message = TrainerHeartbeat(
             means=means,
-            output=output,
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,
@@ -233,7 +237,6 @@ class CoordinatorClient:
         except BaseException:
             self._add_means(means)
             raise
-        self.output.note_answered(output)
         return answer
 
     def _send_heartbeats(self) -> None:
@@ -347,6 +350,58 @@ class CoordinatorClient:
         )
         raise_for_problem(response)
         return response.content
+
+
+class LocalCoordinator(CoordinatorClient):
+    """The answers of a coordinator to the only trainer of a run, without requests."""
+
+    def join(self, metrics_address: str | None) -> TrainerJoined:
+        """Return rank 0 of a run with the mode that the script expects. Raises Conflict for several trainers."""
+        num_trainers = self._settings.world_size or 1
+        if num_trainers > 1:
+            text = "strategy local trains in one process, without a cluster; start one process, or use a cluster"
+            raise Conflict(text, code="mode_mismatch", expected="world size 1", actual=num_trainers)
+        expected: dict[str, Any] = {name: value for name, value in self._settings.expect.items() if name != "strategy"}
+        self.joined = TrainerJoined(
+            run=LOCAL,
+            rank=0,
+            world_size=1,
+            incarnation=1,
+            consistency=Consistency(**expected),
+            lease_seconds=LOCAL_LEASE_SECONDS,
+            round_timeout_seconds=LOCAL_TIMEOUT_SECONDS,
+        )
+        self.log = make_log(run=LOCAL, trainer=0)
+        self._began = time.monotonic()
+        return self.joined
+
+    def declare(self, message: DeclareModel) -> PlanReady:
+        """Return a plan without pservers."""
+        plan = make_ring_plan([ParameterSpec(*fields) for fields in message.parameters], message.buffers)
+        return PlanReady(
+            run=LOCAL,
+            attempt=0,
+            plan=plan,
+            digest=plan.digest,
+            pservers=(),
+            uploader=0,
+            nonfinite=message.nonfinite or "reject",
+            max_grad_norm=message.max_grad_norm,
+        )
+
+    def summary(self) -> RunSummary:
+        """Return the run as this trainer has seen it."""
+        return RunSummary(
+            run=LOCAL,
+            state="training",
+            mode=self.joined.consistency.mode,
+            transport=LOCAL,
+            num_trainers=1,
+            rounds=self.round,
+            seconds=time.monotonic() - self._began,
+            shards=(),
+            results=dict(self.results),
+        )
 
 
 def _is_certificate_refused(error: BaseException | None) -> bool:

@@ -23,8 +23,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 from ..transport.exchange import Exchange, Started
 from ..transport.work import Work
 from .arguments import TrainerArguments
-from .coordinator_client import CoordinatorClient
-from .local_coordinator import LocalCoordinator
+from .coordinator_client import CoordinatorClient, LocalCoordinator
 from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
 from .pserver_group import DeclaredRun, PserverGroup

@@ -129,11 +129,6 @@ class TrainerSettings(Settings):
         description="how long requests to a service that does not answer are repeated; unless it is set, a trainer "
         f"that joins gives up after {JOIN_SECONDS:g} s",
     )
-    keep_output: bool = Field(
-        default=True,
-        description="whether the newest lines that the script writes to stdout and stderr, and the traceback of its "
-        "failure, are sent to the coordinator, which shows them to readers; switch it off if they may contain secrets",
-    )
     metrics_host: str = Field(
         default="127.0.0.1",
         description="address on which metrics are shown, and under which the coordinator lists them. The port checks "

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ModelMismatch
@@ -90,19 +86,6 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
     for is_refused, reason in refused:
         if is_refused:
             raise BadModel(reason)
-    if not local and model.module is not None:
-        _check_embeddings(model.module, model.parameters.values())
-
-
-def _check_embeddings(module: nn.Module, trained: Collection[Tensor]) -> None:
-    identities = set(map(id, trained))
-    for name, part in module.named_modules():
-        has_max_norm = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
-        if has_max_norm and id(part.weight) in identities:
-            raise BadModel(
-                f"module {name!r} has max_norm, which writes to its weight in each forward pass, and the next pull "
-                "would overwrite that; normalise the vectors in forward instead, with torch.nn.functional.normalize"
-            )
 
 
 @dataclass(frozen=True)
@@ -232,15 +215,3 @@ def make_state(work: DividedWork, started: StartedEngine, session: Session, guar
     if work.is_stepped_here or work.local is not None:
         return None
     return RemoteState(work.spec, work.model.names, started.pserver, session, guard)
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Pause garbage collection, which takes 40 % of a start with 20,000 parameters and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -15,13 +15,13 @@ from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Round
 
 from ..client.arguments import TrainerArguments
+from ..client.telemetry import StepMeasures
 from ..engines.model_tensors import find_tensors
 from ..session.session import Session, use_session
-from .choice import check_combination, divide_work, make_state, pause_collection, start_engine
+from .choice import check_combination, divide_work, make_state, start_engine
 from .epochs import follow_run
 from .guard import ScriptGuard
 from .overlap import attach_overlap
-from .step_measures import StepMeasures
 from .wrapped_optimizer import WrappingOptimizer, check_scaling, describe_hyper_parameters, unscale_gradients
 
 
@@ -54,7 +54,6 @@ class RemoteOptimizer(WrappingOptimizer):
 
     _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
-    @pause_collection()
     def __init__(
         self,
         optimizer: Optimizer,
@@ -82,8 +81,7 @@ class RemoteOptimizer(WrappingOptimizer):
         state = make_state(self._work, started, self._session, self._guard)
         self._take_over(state, lambda: self._session.is_open)
         self._overlap = attach_overlap(self._session, self._work, started, self._guard.watch, self.synchronize)
-        report, log = self._session.client.coordinator.report_measures, self._session.client.log
-        self._measures = StepMeasures(optimizer, tensors.parameters, report, log)
+        self._measures = StepMeasures(self._session.client.coordinator.report_measures)
         self._epochs = follow_run(self._session, self._engine.progress, self._work.num_optimizers)
 
     @property
@@ -178,7 +176,8 @@ class RemoteOptimizer(WrappingOptimizer):
                 self._overlap.finish_passes()
             contribution = self._work.contribute(unscale_gradients(self, self._work.model.parameters.values()))
             if contribution is not None:
-                with self._measures.step(contribution.gradients), self._session.client.metrics.step_seconds.time():
+                rate, metrics = self.param_groups[0].get("lr"), self._session.client.metrics
+                with self._measures.step(contribution.gradients, rate), metrics.step_seconds.time():
                     self._engine.step(contribution)
         except BaseException:
             if self._overlap is not None:

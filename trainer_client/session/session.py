@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from bdb import BdbQuit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Literal, Unpack
@@ -26,7 +26,6 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 from ..client.arguments import TrainerArguments
 from ..client.run_client import RunClient
 from ..client.settings import read_settings
-from ..client.telemetry import KeptStream, keep_streams
 from .host import Host, HostPlace, find_place
 
 ALONE = (
@@ -42,8 +41,6 @@ class Session:
 
     It leaves the run by itself when the script ends: as done, or as failed if an exception ended it.
     """
-
-    _streams: Sequence[KeptStream] = ()
 
     def __init__(self, coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> None:
         self.client, place = _make_client(coordinator, **arguments)
@@ -163,18 +160,9 @@ class Session:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.client.coordinator.stop_heartbeats()
-            for stream in self._streams:
-                stream.remove()
-
-    def _keep_output(self) -> None:
-        """Keep the newest lines of the script from now on, for the coordinator, unless a setting switches this off."""
-        if self.client.settings.keep_output and self.strategy != "local" and not self._streams:
-            self._streams = keep_streams(self.client.coordinator.output)
 
     def _close_after(self, error: BaseException | None) -> None:
         """Close the session with the outcome of a script that `error` ended, or that is done."""
-        if self.client.settings.keep_output:
-            self.client.coordinator.output.note_exception(error)
         self.close(*outcome_of(error))
 
     def _finish_steps(self) -> tuple[str, str, str | None]:
@@ -235,7 +223,6 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
             )
         return current
     session = _current = Session(coordinator, **arguments)
-    session._keep_output()
     watch_end(_leave, os.getpid())
     return session
 

@@ -39,7 +39,7 @@ from .run import Run, name_ranks
 def note_heartbeat(run: Run, rank: Rank, message: TrainerHeartbeat, now: float) -> Run:
     """Renew a trainer's lease and store its progress and results. A trainer that was lost too soon returns."""
     trainer, record = run.member(rank, message.run, message.incarnation), run.record
-    run = run.with_report(rank, seen_at=now, heartbeat=message.model_copy(update={"output": None, "means": None}))
+    run = run.with_report(rank, seen_at=now, heartbeat=message.model_copy(update={"means": None}))
     first = record.membership.starts.get(rank, (record.base_round or 0) + 1)
     # An earlier round is not a round that this incarnation has received.
     if message.attempt == record.attempt and message.round >= first:

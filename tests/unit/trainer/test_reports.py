@@ -1,4 +1,4 @@
-"""Values that a trainer reports: its metrics, its log and its output."""
+"""Values that a trainer reports: its metrics and its log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
-from ps_protocol.process_reports import MAX_LINE, MAX_LINES, OutputLines
 from trainer_client.client.coordinator_client import make_log
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
-from trainer_client.client.telemetry import MetricsServer, OutputBuffer
+from trainer_client.client.telemetry import MetricsServer
 
 from ..protocol.test_certificates import Authority
 
@@ -77,40 +76,3 @@ def test_text_of_other_trainers_neither_breaks_lines_nor_controls_the_terminal(m
     make_log(trainer=0).info("trainer 1 failed: no data\nforged\x1b[2A", error="a\nb")
     assert terminal.getvalue().count("\n") == 1
     assert "\x1b[2A" not in terminal.getvalue()
-
-
-# ---------------------------------------------------------------------- output
-
-
-def test_lines_are_sent_until_an_answer_and_the_newest_ones_stay() -> None:
-    buffer = OutputBuffer()
-    buffer.add("stdout", "a\nb\npart")
-    sent = buffer.describe()
-    assert sent == OutputLines(first=0, lines=("a", "b"), unfinished=("part",))
-    buffer.add("stdout", "ly\n")
-    assert buffer.describe().lines == ("a", "b", "partly")
-    buffer.note_answered(sent)
-    assert buffer.describe() == OutputLines(first=2, lines=("partly",))
-    buffer.add("stderr", "\n".join(map(str, range(500))))
-    newest = buffer.describe()
-    assert (newest.first, newest.lines[0], newest.lines[-1], newest.unfinished) == (402, "399", "498", ("499",))
-    assert len(newest.lines) == MAX_LINES
-
-
-def test_a_line_that_is_redrawn_counts_once() -> None:
-    buffer = OutputBuffer()
-    for percent in range(0, 101, 10):
-        buffer.add("stderr", f"\r{percent} %")
-    assert buffer.describe() == OutputLines(unfinished=("100 %",))
-    buffer.add("stdout", "10 s\r")
-    buffer.add("stdout", "20 s\r")
-    buffer.add("stdout", "\n")
-    buffer.add("stderr", "\n\r\nend\r\n")
-    assert buffer.describe() == OutputLines(lines=("20 s", "100 %", "", "end"))
-
-
-def test_any_text_makes_a_valid_message() -> None:
-    buffer = OutputBuffer()
-    buffer.add("stdout", "x" * 10_000)
-    buffer.add("stdout", "y\n\udce9\n" + "z" * 10_000)
-    assert buffer.describe() == OutputLines(lines=("x" * MAX_LINE, "?"), unfinished=("z" * MAX_LINE,))

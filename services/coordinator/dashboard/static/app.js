@@ -10,7 +10,6 @@ import * as format from "./format.js";
 import { isRing, isSync, showFacts, showHeadline, showNotices } from "./headline.js";
 import { keptFolder, refreshHistory, setUpHistory } from "./history.js";
 import { showBarrier, showPservers, showStandbys, showTrainers } from "./members.js";
-import { refreshOutput, setUpOutput, showButtons } from "./output.js";
 import * as parameters from "./parameters.js";
 import { showProcesses } from "./processes.js";
 import { showSpeed, showStaleness } from "./rates.js";
@@ -35,7 +34,6 @@ async function refresh() {
   showHeadline(status);
   showNotices(status);
   showTrainers(status);
-  showButtons();
   showBarrier(status);
   showPservers(status);
   showStandbys(status);
@@ -43,7 +41,6 @@ async function refresh() {
   showSpeed(status);
   showStaleness(status);
   await refreshEvents();
-  await refreshOutput();
   if (turn % CURVES_EVERY === 0) {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
@@ -147,7 +144,6 @@ setUpTerms();
 setUpCurves();
 setUpHistory(redrawCurves);
 setUpEvents();
-setUpOutput();
 parameters.setUpParameters(() => refreshStatistics().catch(() => {}));
 for (const section of document.querySelectorAll("section")) flag(section, "data-empty", true);
 loadCharts();

@@ -23,10 +23,7 @@ export function showTrainers(status) {
   show(byId("contributed-label"), sync ? `In round ${format.count(status.round)}` : "Active");
   show(byId("behind-label"), sync ? "Barrier" : "Behind");
   keepRows(byId("trainers"), trainers, (trainer) => trainer.rank, [
-    ["", (cell, t) => {
-      if (!cell.firstChild) cell.append(make("button", { type: "button", "data-rank": t.rank, "aria-controls": "output", "aria-label": `Output of trainer ${t.rank}` }, String(t.rank)));
-      cell.dataset.value = JSON.stringify(t.rank);
-    }],
+    ["", (cell, t) => show(cell, String(t.rank), t.rank)],
     ["", (cell, t) => {
       show(cell, t.state === "declared" ? (t.is_done ? "no batches left" : status.is_paused ? "paused" : "training") : t.state, t.state);
       cell.dataset.state = t.state;
