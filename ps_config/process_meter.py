@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from ps_protocol.fence import MAX_TEXT
-from ps_protocol.process_reports import ProcessFigures
+from ps_protocol.fields import ProcessFigures
 
 INTERVAL_SECONDS = 0.25  # between measurements of the loop's lag
 

@@ -1,4 +1,6 @@
-"""The base of messages, and the types of their fields: strict and bounded, with their bounds in openapi.json.
+"""The base of messages, the types of their fields, and the reports of a process about itself.
+
+Fields are strict and bounded, with their bounds in openapi.json.
 
 A JSON `true` is no number, `1` and `"1"` are no `true` and no `1`; an integer is a number, too.
 """
@@ -171,3 +173,45 @@ def _check_origin(value: str) -> str:
 OriginUrl: TypeAlias = Annotated[
     str, AfterValidator(_check_origin), Field(max_length=MAX_URL, json_schema_extra={"format": "uri"})
 ]
+
+
+# ---------------------------------------------------------------- the reports of a process, with its heartbeats
+
+Amount = Annotated[Real, Field(ge=0)]
+
+
+class Software(Message):
+    """The software versions of a process."""
+
+    gradpost: Label
+    python: Label
+    torch: Label
+
+
+class ScriptInfo(Message):
+    """The script of a trainer, for its readers."""
+
+    command: Note = Field(description="command line, as the script sees it")
+    run_name: Label | None = Field(default=None, description="name that the script gave to the run")
+    optimizer: Note = Field(default="", description="optimizer with the hyperparameters that are not its defaults")
+    total_rounds: Count | None = Field(
+        default=None, description="rounds, or steps of the trainer, after which the script ends, if it is known"
+    )
+
+
+class ProcessFigures(Message):
+    """The resources of the host that a process uses. A figure is null if the platform does not provide it.
+
+    Seconds and bytes are totals of the process, so that a rate is the difference of two reports.
+    """
+
+    host: Label
+    cpu_seconds: Amount = Field(description="CPU time; one a second is one busy core")
+    resident_bytes: Count = Field(description="main memory")
+    gpu_bytes: Count | None = Field(default=None, description="memory of tensors on CUDA devices; null without CUDA")
+    read_bytes: Count | None = Field(default=None, description="from disks")
+    written_bytes: Count | None = Field(default=None, description="to disks")
+    sent_bytes: Count | None = Field(
+        default=None, description="tensors sent to pservers or, by a pserver, to trainers; null in a ring"
+    )
+    received_bytes: Count | None = Field(default=None, description="tensors received, likewise")

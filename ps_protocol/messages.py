@@ -33,6 +33,7 @@ from .fields import (
     Ordinals,
     OriginUrl,
     Positive,
+    ProcessFigures,
     Protocol,
     PserverIndex,
     Rank,
@@ -40,10 +41,11 @@ from .fields import (
     Reason,
     Results,
     Round,
+    ScriptInfo,
+    Software,
     Text,
 )
 from .membership import Plan, RequiredStandbys
-from .process_reports import ProcessFigures, ScriptInfo, Software
 from .standbys import SeenStandbys, StandbyStatus
 from .vocabulary import MAX_DIMENSIONS, Mode, NonfinitePolicy
 from .wire_types import PullType, PushType

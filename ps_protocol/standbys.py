@@ -20,13 +20,14 @@ from .fields import (
     Name,
     Number,
     Ordinal,
+    ProcessFigures,
     Protocol,
     PserverIndex,
     Real,
     Round,
+    Software,
 )
 from .membership import InstallRun
-from .process_reports import ProcessFigures, Software
 
 Instances = Annotated[tuple[Instance, ...], Field(max_length=MAX_MEMBERS)]
 

@@ -10,8 +10,8 @@ import xxhash
 from ps_config.process_meter import measure_process
 from ps_config.versions import installed_versions
 from ps_protocol.errors import Ended
+from ps_protocol.fields import Software
 from ps_protocol.messages import PserverHeartbeat, PserverState
-from ps_protocol.process_reports import Software
 from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 

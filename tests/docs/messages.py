@@ -8,7 +8,7 @@ from typing import Any
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import TrainerLost
-from ps_protocol.fields import Message
+from ps_protocol.fields import Message, ProcessFigures, ScriptInfo, Software
 from ps_protocol.membership import (
     Controls,
     Freeze,
@@ -36,7 +36,6 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.process_reports import ProcessFigures, ScriptInfo, Software
 from ps_protocol.requests import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.standbys import (
     FenceStandby,

@@ -24,7 +24,7 @@ import gradpost
 from gradpost.output import EXIT_CODES
 from ps_config.environment import PREFIX
 from ps_config.settings import Settings
-from ps_protocol import errors, membership, messages, process_reports, requests, standbys
+from ps_protocol import errors, fields, membership, messages, requests, standbys
 from ps_protocol.errors import ERRORS
 from ps_protocol.fields import Message
 from ps_protocol.membership import Membership
@@ -161,7 +161,7 @@ def list_messages() -> list[type[Message]]:
     """Return the classes of all messages, except those for reading."""
     return [
         cls
-        for name, cls in ChainMap(*map(vars, (standbys, membership, requests, process_reports, messages))).items()
+        for name, cls in ChainMap(*map(vars, (standbys, membership, requests, fields, messages))).items()
         if inspect.isclass(cls) and (cls is Membership or issubclass(cls, Message)) and cls is not Message
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from ps_config.process_meter import measure_process
 from ps_config.versions import installed_versions
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, Unreachable, error_from_problem
-from ps_protocol.fields import Mean, Message
+from ps_protocol.fields import Mean, Message, Software
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
@@ -37,7 +37,6 @@ from ps_protocol.messages import (
 )
 from ps_protocol.plan import make_ring_plan
 from ps_protocol.printable import escape_event
-from ps_protocol.process_reports import Software
 from ps_protocol.retry import Patience, choose_pause, heartbeat_period
 from ps_protocol.routes import (
     DECLARE_MODEL,

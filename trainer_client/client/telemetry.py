@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ps_config.certificates import TlsFiles, server_context
 from ps_config.hosts import authority, reachable_host
-from ps_protocol.fields import OWN_RESULTS
-from ps_protocol.process_reports import ScriptInfo
+from ps_protocol.fields import OWN_RESULTS, ScriptInfo
 
 PERIOD_SECONDS = 1.0  # between two measures
 PAUSE = 200  # times the duration of a measure, which grows with the number of parameters

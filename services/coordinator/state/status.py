@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ps_config.versions import installed_versions
+from ps_protocol.fields import ProcessFigures, Software
 from ps_protocol.membership import Controls
 from ps_protocol.messages import ClusterStatus, PlanReady, PserverInfo, PserverStatus, TrainerStatus
-from ps_protocol.process_reports import ProcessFigures, Software
 from ps_protocol.standbys import ReportStandby, StandbyStatus
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 

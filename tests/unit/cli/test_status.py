@@ -13,6 +13,7 @@ from gradpost import connection, doctor
 from gradpost.doctor import check_all
 from ps_config.environment import PREFIX
 from ps_protocol.errors import TrainerLost
+from ps_protocol.fields import ScriptInfo
 from ps_protocol.messages import (
     ClusterStatus,
     PserverHeartbeat,
@@ -21,7 +22,6 @@ from ps_protocol.messages import (
     TrainerHeartbeat,
     TrainerStatus,
 )
-from ps_protocol.process_reports import ScriptInfo
 from ps_protocol.routes import STATE as STATE_ROUTE
 from ps_protocol.routes import STATUS
 from ps_protocol.standbys import StandbyStatus

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ps_protocol.consistency import Consistency
+from ps_protocol.fields import ScriptInfo
 from ps_protocol.membership import RegisterPserver
 from ps_protocol.messages import (
     DeclareModel,
@@ -17,7 +18,6 @@ from ps_protocol.messages import (
     TrainerHeartbeat,
     TrainerJoined,
 )
-from ps_protocol.process_reports import ScriptInfo
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.history import CurveList, HistoryRecord
 from services.coordinator.settings import CoordinatorSettings

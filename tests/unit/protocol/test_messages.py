@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ps_protocol import membership, messages, process_reports, requests
+from ps_protocol import fields, membership, messages, requests
 from ps_protocol.consistency import Consistency
 from ps_protocol.fields import (
     MAX_NOTE,
@@ -121,7 +121,7 @@ def find_unbounded(schema: Any, document: Any, where: str) -> Iterator[str]:
 
 
 def all_messages() -> list[type[Message]]:
-    classes = {**vars(messages), **vars(process_reports), **vars(membership), **vars(requests)}.values()
+    classes = {**vars(messages), **vars(fields), **vars(membership), **vars(requests)}.values()
     found = [cls for cls in classes if inspect.isclass(cls) and issubclass(cls, Message)]
     assert len(found) > 30
     return found
