@@ -53,7 +53,7 @@ class OptimizerSpec:
 
         >>> adam, sgd = (OptimizerSpec(name, ({"maximize": False},)) for name in ("Adam", "SGD"))
         >>> spec = OptimizerSpec.combine({"D": adam, "G": sgd})
-        >>> spec.name, spec.rule(1), list(spec.groups_of("G"))
+        >>> spec.name, spec.rule(1), spec.groups_of("G")
         ('Adam+SGD', 'SGD', [1])
         """
         members = tuple(OptimizerMember(name, s.name, len(s.group_flags)) for name, s in specs.items())
@@ -66,14 +66,17 @@ class OptimizerSpec:
 
     def rule(self, group: int) -> str:
         """Return the update rule of a parameter group: the class name of its optimizer, or one of BUFFER_RULES."""
-        for rule in BUFFER_RULES:
-            if rule in self.group_flags[group]:
-                return rule
-        return next((member.optimizer for member in self.members if group in self.groups_of(member.name)), self.name)
+        rule = next((rule for rule in BUFFER_RULES if rule in self.group_flags[group]), self.name)
+        return self._owners[group].optimizer if group < len(self._owners) else rule
 
     def find_member(self, group: int) -> str | None:
         """Return the name of a parameter group's optimizer, if there are several."""
-        return next((member.name for member in self.members if group in self.groups_of(member.name)), None)
+        return self._owners[group].name if group < len(self._owners) else None
+
+    @property
+    def _owners(self) -> list[OptimizerMember]:
+        """The optimizer of each group, if there are several."""
+        return [member for member in self.members for _ in range(member.num_groups)]
 
     @property
     def rules(self) -> frozenset[str]:
@@ -84,13 +87,10 @@ class OptimizerSpec:
         groups = self.groups_of(name)
         return OptimizerSpec(self.rule(groups[0]), tuple(self.group_flags[group] for group in groups))
 
-    def groups_of(self, member: str) -> range:
+    def groups_of(self, member: str) -> list[int]:
         """Return the groups of one of several optimizers. Raises BadInput for an unknown name."""
-        begin = 0
-        for name, _, num_groups in self.members:
-            if name == member:
-                return range(begin, begin + num_groups)
-            begin += num_groups
+        if groups := [group for group, owner in enumerate(self._owners) if owner.name == member]:
+            return groups
         raise BadInput(
             f"this run has no optimizer {member!r:.80}",
             code="invalid_message", expected=", ".join(m.name for m in self.members) or "no name", actual=member,

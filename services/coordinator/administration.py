@@ -7,7 +7,7 @@ same round on all pservers. One change and one checkpoint may be under way. The 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
@@ -56,9 +56,9 @@ class SetRate(Message):
     group: Count | None = None
     optimizer: Label | None = None
 
-    def select_groups(self, spec: OptimizerSpec) -> range:
+    def select_groups(self, spec: OptimizerSpec) -> Sequence[int]:
         """Return the groups, as indices of the groups of all optimizers. Raises BadInput if there is no such group."""
-        groups = range(spec.num_stepped) if self.optimizer is None else spec.groups_of(self.optimizer)
+        groups: Sequence[int] = range(spec.num_stepped) if self.optimizer is None else spec.groups_of(self.optimizer)
         if self.group is None:
             return groups
         if self.group >= len(groups):

@@ -82,7 +82,8 @@ class Process:
         return {name: torch.full((parameter.numel(),), own) for name, parameter in self.model.items()}
 
     def begin(self, gradients: Mapping[str, Tensor], *, is_finite: bool = True) -> None:
-        contribution = self.optimizer._work.contribute(is_finite)
+        work = self.optimizer._work
+        contribution = work.contribute(work.model.parameters, is_finite)
         assert contribution is not None
         self.engine.step(contribution._replace(gradients=gradients))
 

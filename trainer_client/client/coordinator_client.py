@@ -92,8 +92,7 @@ class CoordinatorClient:
     def join(self, metrics_address: str | None) -> TrainerJoined:
         """Join the run, retrying until the coordinator answers and a run can be joined.
 
-        A coordinator that does not answer is tried for `join_seconds`, and a rank that a living trainer holds for a
-        quarter of `retry_seconds`.
+        A rank that a living trainer holds is tried for a quarter of `retry_seconds`.
         """
         request = JoinTrainer(
             protocol=PROTOCOL_VERSION,
@@ -103,7 +102,7 @@ class CoordinatorClient:
             expects=self._settings.expect,
             metrics_address=metrics_address,
         )
-        answer = self._request_with_retry("POST", JOIN_TRAINER, request, patience=self._settings.join_seconds)
+        answer = self._request_with_retry("POST", JOIN_TRAINER, request)
         self.joined = TrainerJoined.from_answer(answer)
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="gradpost heartbeats", daemon=True)
@@ -286,23 +285,21 @@ class CoordinatorClient:
         path: str,
         message: Message | None = None,
         params: dict[str, Any] | None = None,
-        *,
-        patience: float | None = None,
     ) -> bytes:
         """Repeat a request until the coordinator answers it, and log what the trainer waits for.
 
-        An unreachable coordinator is tried for `patience` seconds (none: `retry_seconds`), a taken rank for a quarter
-        of `retry_seconds`. An answer that the cluster waits for other processes is repeated without a limit.
+        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a quarter of them. An answer that the
+        cluster waits for other processes is repeated without a limit.
         """
         seconds = self._settings.retry_seconds
-        silence, refusals = Patience(patience or seconds), Patience(seconds / 4)
+        silence, refusals = Patience(seconds), Patience(seconds / 4)
         silence.start()
         refusals.start()
         while True:
             try:
                 return self._request(method, path, message, params)
             except httpx.TransportError as error:
-                self._log_silence(error, path, patience or seconds, is_final=silence.note_failure())
+                self._log_silence(error, path, seconds, is_final=silence.note_failure())
                 time.sleep(RETRY_SECONDS)
             except GradpostError as error:
                 silence.reset()

@@ -21,7 +21,6 @@ from ps_protocol.wire_types import PullType, PushType
 _OF_THE_RUN = "none: the coordinator's setting. It must be the same on all trainers"
 _OF_THE_MODE = [field.name for field in fields(Consistency)]
 BUCKET_BYTES = 32 * 1024 * 1024
-JOIN_SECONDS = 10.0
 EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so nothing hides it
 
 
@@ -126,8 +125,7 @@ class TrainerSettings(Settings):
     retry_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="how long requests to a service that does not answer are repeated; unless it is set, a trainer "
-        f"that joins gives up after {JOIN_SECONDS:g} s",
+        description="how long requests to a service that does not answer are repeated",
     )
     metrics_host: str = Field(
         default="127.0.0.1",
@@ -145,11 +143,6 @@ class TrainerSettings(Settings):
     def chosen_bucket_bytes(self) -> int:
         """The value of `bucket_bytes`, or its default."""
         return self.bucket_bytes or (EARLY_BUCKET_BYTES if self.overlap else BUCKET_BYTES)
-
-    @property
-    def join_seconds(self) -> float:
-        """The time for which a trainer that joins waits for a coordinator that does not answer."""
-        return self.retry_seconds if "retry_seconds" in self.model_fields_set else JOIN_SECONDS
 
     @property
     def trains_alone(self) -> bool:

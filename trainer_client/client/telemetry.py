@@ -8,7 +8,6 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -165,9 +164,6 @@ class StepMeasures:
 
 
 def describe_script(run_name: str | None) -> ScriptInfo:
-    """Return the command line of this process. A path below the working directory is shown from there."""
-    program, *arguments = sys.argv or [""]
-    path = Path(program)
-    if path.is_absolute() and path.is_relative_to(Path.cwd()):
-        program = str(path.relative_to(Path.cwd()))
-    return ScriptInfo(command=shlex.join([program, *arguments]).encode(errors="replace").decode(), run_name=run_name)
+    """Return the command line of this process."""
+    command = shlex.join(sys.argv).encode(errors="replace").decode()
+    return ScriptInfo(command=command, run_name=run_name)

@@ -126,19 +126,12 @@ def stored_tensors(model: nn.Module | None, trained: Mapping[str, Tensor]) -> di
     """
     if model is None:
         return {}
-    state = model.state_dict(keep_vars=True)
+    in_groups, state = {id(parameter) for parameter in trained.values()}, model.state_dict(keep_vars=True)
     tensors = {
-        **frozen_parameters(model, trained),
+        **{_plain(name): parameter for name, parameter in model.named_parameters() if id(parameter) not in in_groups},
         **{_plain(name): buffer for name, buffer in model.named_buffers() if name in state},
     }
     return {name: t for name, t in tensors.items() if t.dtype in WIRE_DTYPES and t.layout == torch.strided}
-
-
-def frozen_parameters(model: nn.Module | None, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of the model that no group trains, by name."""
-    in_groups = {id(parameter) for parameter in trained.values()}
-    named = () if model is None else model.named_parameters()
-    return {_plain(name): parameter for name, parameter in named if id(parameter) not in in_groups}
 
 
 def find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:

@@ -168,7 +168,7 @@ class RingEngine:
             if tally.num_active:
                 self._end(tally)
         except BaseException:
-            self._is_broken = True
+            self._is_broken = self._group.size > 1  # a trainer alone has sent nothing
             raise
         finally:
             progress.begun = progress.version

@@ -68,14 +68,6 @@ def full_groups(optimizer: Optimizer) -> Groups:
     ]
 
 
-def own_state(spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> ParameterStates:
-    """Return the state that an optimizer has from its steps or a checkpoint; `names` are by id.
-
-    Raises BadModel for slots that no pserver could have.
-    """
-    return read_state(spec, full_groups(optimizer), names, optimizer.state_dict()) if optimizer.state else {}
-
-
 # ---------------------------------------------------------------------- to torch
 
 

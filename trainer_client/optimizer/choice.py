@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ModelMismatch
@@ -19,12 +21,12 @@ from ..engines.local_steps import LocalSteps, check_outer
 from ..engines.model_tensors import TrainedModel, digest_model, log_names
 from ..engines.pserver import PserverEngine
 from ..engines.ring import RingEngine
-from ..engines.torch_state import ParameterStates, own_state
+from ..engines.torch_state import ParameterStates, full_groups, read_state
 from ..session.collectives import Group, choose_device
 from ..session.session import Session
 from ..transport.tensors import Flattening
 from .guard import ScriptGuard
-from .wrapped_optimizer import RemoteState, describe_local_optimizer, describe_optimizer, read_hyper_parameters
+from .wrapped_optimizer import RemoteState, describe_optimizer, read_hyper_parameters
 
 
 def check_combination(session: Session, optimizer: Optimizer, model: TrainedModel, *, has_outer: bool) -> None:
@@ -112,10 +114,10 @@ class DividedWork:
         """True if each step is a round of all trainers."""
         return not self.is_async and self.local is None
 
-    def contribute(self, is_finite: bool) -> StepGradients | None:
-        """Return the contribution of a step; None after a local step but the last."""
+    def contribute(self, parameters: Mapping[str, Tensor], is_finite: bool) -> StepGradients | None:
+        """Return the contribution of a step of these parameters; None after a local step but the last."""
         if self.local is None:
-            gradients = self.flattening.flatten(self.model.parameters)
+            gradients = self.flattening.flatten(parameters)
         elif self.local.step():
             gradients, is_finite = self.local.outer_gradients(), True
         else:
@@ -136,7 +138,7 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
     return DividedWork(
         model,
         stepped,
-        spec=(describe_local_optimizer if is_stepped_here else describe_optimizer)(stepped),
+        spec=describe_optimizer(stepped, steps_here=is_stepped_here),
         local=local,
         is_stepped_here=is_stepped_here,
         is_async=rules.is_async,
@@ -147,8 +149,11 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
 
 
 def _read_own_state(optimizer: Optimizer, model: TrainedModel) -> ParameterStates:
-    members = members_of(optimizer).values()
-    found = [own_state(describe_optimizer(member), member, model.names) for member in members]
+    found = [
+        read_state(describe_optimizer(member), full_groups(member), model.names, member.state_dict())
+        for member in members_of(optimizer).values()
+        if member.state
+    ]
     return {name: state for states in found for name, state in states.items()}
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
-from ..engines.combined_optimizer import CombinedOptimizer, step_without_hooks
+from ..engines.combined_optimizer import CombinedOptimizer
 from ..session.session import Session
 from .remote_optimizer import RemoteOptimizer
 from .wrapped_optimizer import WrappingOptimizer
@@ -34,8 +33,8 @@ class NamedOptimizer(WrappingOptimizer):
         self.name = name
         self.remote = remote
         own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        everything = [parameter for group in remote.param_groups for parameter in group["params"]]
-        self._others = [parameter for parameter in everything if id(parameter) not in own]
+        parameters = remote._work.model.parameters.items()
+        self._parameters = {name: parameter for name, parameter in parameters if id(parameter) in own}
         state = None if remote._remote_state is None else remote._remote_state.of_member(name)
         self._take_over(state, lambda: remote.session.is_open)
 
@@ -53,21 +52,10 @@ class NamedOptimizer(WrappingOptimizer):
         """
         if getattr(self, "found_inf", None) is not None:
             raise BadModel("a GradScaler needs a run with one optimizer. Use bfloat16, whose losses need no scaling")
+        self.session.check_open("step()")
         loss = self._begin_step(closure)
-        with self._set_others_aside():
-            step_without_hooks(self.remote)
+        self.remote._take_step(self._parameters)
         return loss
-
-    @contextmanager
-    def _set_others_aside(self) -> Iterator[None]:
-        gradients = [parameter.grad for parameter in self._others]
-        try:
-            for parameter in self._others:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in zip(self._others, gradients, strict=True):
-                parameter.grad = gradient
 
     def __repr__(self) -> str:
         return f"NamedOptimizer({self.name!r}, {self.remote!r})"

@@ -104,14 +104,10 @@ class Overlap:
         try:
             self._check_added()
         except GradpostError:
-            self.discard()
+            self._engine.discard_gradients()
             raise
         finally:
             self._begin()
-
-    def discard(self) -> None:
-        """Discard the added gradients. Sent gradients cannot be recalled: the step may fail if it is repeated."""
-        self._engine.discard_gradients()
 
     def _check_added(self) -> None:
         for name, (gradient, version) in self._added.items():

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -75,7 +75,7 @@ class RemoteOptimizer(WrappingOptimizer):
         # 3. Declare the model, and pull the initial values. Blocks for all trainers and pservers.
         self._session.client.coordinator.note_script(optimizer=describe_hyper_parameters(optimizer))
         started = start_engine(self._session, self._work)
-        self._engine = started.engine
+        self._engine, self._pserver_engine = started
         # 4. Attach to the script's optimizer and model, which have the initial values now.
         self._guard = ScriptGuard(self, tensors, self._engine, self._session)
         state = make_state(self._work, started, self._session, self._guard)
@@ -168,24 +168,27 @@ class RemoteOptimizer(WrappingOptimizer):
         policy = self._session.client.run.nonfinite if self._work.has_rounds else None
         check_scaling(self, policy, is_overlapped=self._overlap is not None)
         loss = self._begin_step(closure)
-        if self._overlap is not None and self._overlap.finish_pull():
-            return loss  # the run went back: the gradients are of a step that is lost
+        if self._overlap is None or not self._overlap.finish_pull():  # else the gradients are of a step that is lost
+            self._take_step(self._work.model.parameters)
+        return loss
+
+    def _take_step(self, parameters: Mapping[str, Tensor]) -> None:
+        """Step with the gradients of these parameters. Raises the errors of `step`."""
         self._guard.check()
         try:
             if self._overlap is not None:
                 self._overlap.finish_passes()
-            contribution = self._work.contribute(unscale_gradients(self, self._work.model.parameters.values()))
+            contribution = self._work.contribute(parameters, unscale_gradients(self, parameters.values()))
             if contribution is not None:
                 rate, metrics = self.param_groups[0].get("lr"), self._session.client.metrics
                 with self._measures.step(contribution.gradients, rate), metrics.step_seconds.time():
                     self._engine.step(contribution)
         except BaseException:
-            if self._overlap is not None:
-                self._overlap.discard()  # those that have left early belong to no later step
+            if self._pserver_engine is not None:
+                self._pserver_engine.discard_gradients()  # those that have left early belong to no later step
             raise
         finally:
             self._guard.note()
-        return loss
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Keep the gradients of the backward passes in the block until a pass after it, where `overlap` pushes them."""

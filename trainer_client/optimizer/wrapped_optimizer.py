@@ -243,42 +243,38 @@ def refuse_group(*_: object, **__: object) -> NoReturn:
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+def describe_optimizer(optimizer: torch.optim.Optimizer, *, steps_here: bool = False) -> OptimizerSpec:
     """Return the spec of an optimizer. Raises BadInput (`unsupported_optimizer`) with the reason.
 
-    A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
-    an implementation, which is the pserver's business; they are ignored.
+    If it `steps_here`, in the trainer, any but LBFGS will do. Otherwise a subclass of an allowed class is refused: its
+    rule may be another one. `foreach`, `fused` and `capturable` choose an implementation, which is the pserver's
+    business; they are ignored.
     """
     if isinstance(optimizer, CombinedOptimizer):
-        return OptimizerSpec.combine({name: describe_optimizer(one) for name, one in optimizer.members.items()})
+        members = optimizer.members.items()
+        return OptimizerSpec.combine({name: describe_optimizer(one, steps_here=steps_here) for name, one in members})
     cls = type(optimizer)
+    if steps_here and isinstance(optimizer, torch.optim.LBFGS):
+        raise BadInput(
+            "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
+        )
+    if steps_here:
+        return OptimizerSpec(cls.__name__, tuple({} for _ in optimizer.param_groups))
     if not is_of_torch(optimizer):
         raise BadInput(
             f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim"
             f"{RING_ADVICE}",
             code="unsupported_optimizer", expected=", ".join(RULES), actual=cls.__qualname__,
         )  # fmt: skip
-    rule = RULES.get(cls.__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadInput(
             "differentiable=True cannot work across a network",
             code="unsupported_optimizer", actual="differentiable=True",
         )  # fmt: skip
-    flags = () if rule is None else rule.flags
+    flags = RULES[cls.__name__].flags if cls.__name__ in RULES else ()
     return check_optimizer(
         cls.__name__, [{flag: bool(group[flag]) for flag in flags} for group in optimizer.param_groups]
     )
-
-
-def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """Return the spec of an optimizer that steps in the trainer. Raises BadInput for LBFGS."""
-    if isinstance(optimizer, CombinedOptimizer):
-        return OptimizerSpec.combine({name: describe_local_optimizer(one) for name, one in optimizer.members.items()})
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise BadInput(
-            "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
-        )
-    return OptimizerSpec(type(optimizer).__name__, tuple({} for _ in optimizer.param_groups))
 
 
 def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> list[HyperParameters]:
@@ -308,9 +304,7 @@ def describe_hyper_parameters(optimizer: Optimizer) -> str:
     group = optimizer.param_groups[0]
     shown = [f"{name}={_show(group[name])}" for name in defaults if name in group and name != "params"
              and (name == "lr" or group[name] != defaults[name])]  # fmt: skip
-    rest = len(optimizer.param_groups) - 1
-    more = f" and {rest} more parameter groups" if rest else ""
-    return f"{type(optimizer).__name__}({', '.join(shown)}){more}"
+    return f"{type(optimizer).__name__}({', '.join(shown)})"
 
 
 def _show(value: Any) -> str:

@@ -177,7 +177,7 @@ class Group:
             except RuntimeError as error:
                 raise self._explain(str(error).partition("\n")[0]) from error
         # The coordinator names a trainer that does not progress after one round time-out.
-        timeout = self._timeout + timedelta(seconds=self._client.joined.lease_seconds)
+        timeout = 2 * self._timeout + timedelta(seconds=self._client.joined.lease_seconds)
         self.collectives = Collectives(group, timeout, self._explain, self._client.coordinator.news.check_failure)
         self._client.at_leave.append(self.close)
 

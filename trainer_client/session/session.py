@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-from bdb import BdbQuit
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -298,6 +297,4 @@ def outcome_of(error: BaseException | None) -> tuple[str, str, str | None]:
         return "done", "", None
     code = error.code if isinstance(error, GradpostError) else None
     reason = f"{type(error).__qualname__}: {error}".rstrip(": ")
-    if isinstance(error, BdbQuit):
-        reason += ": breakpoint() found no terminal; gradpost up gives its own to a single trainer (--trainers 1)"
     return "failed", reason, code
