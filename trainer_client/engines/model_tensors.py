@@ -27,8 +27,9 @@ from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
 from .combined_optimizer import CombinedOptimizer
 
 CHOICES = {"average": MEAN, "lowest_rank": LOWEST_RANK, "leave": ""}  # for float buffers, with their update rules
-MAX_NAMED = 5  # buffers in an error
+MAX_NAMED = 5  # buffers in a message
 STATISTICS = {"running_mean", "running_var"}  # buffers of modules whose float buffers are all statistics
+SAME = 1e-3  # relative difference of values that are rounded
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,11 @@ def find_tensors(optimizer: Optimizer, model: nn.Module | None, buffers: Mapping
 
 
 def log_names(log: FilteringBoundLogger, model: TrainedModel) -> None:
-    """Log what a run lacks without the names, or without the buffers, of a model, and buffers that may spoil."""
+    """Log what a run lacks without the names, or without the buffers, of a model."""
     if model.num_unnamed:
         log.info(
             f"{model.num_unnamed} parameters have no names and are called by their position, such as "
             "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
-        )
-    if model.averages.doubtful:
-        log.info(
-            f"each step averages float buffers over the trainers, such as {model.averages.doubtful[0]!r}. Choose "
-            "RemoteOptimizer(…, buffers=…) for buffers that must not hold a mean"
         )
     if model.module is None:
         log.info(
@@ -164,7 +160,8 @@ class BufferAverages:
             name: stored[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name in self.rules
         }
-        self.doubtful = [  # buffers that the script has not chosen, and that may be no statistics
+        self._pushed: Mapping[str, Tensor] = {}  # in the newest step
+        self._doubtful = [  # buffers that the script has not chosen, and that may be no statistics
             name
             for name, (module, _) in self.owners.items()
             if name not in chosen and not STATISTICS & module._buffers.keys()
@@ -200,11 +197,29 @@ class BufferAverages:
             return {}
         copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
         are_finite = bool(torch.cat(list(copies.values())).isfinite().all())
-        return {
+        self._pushed = {
             name: copy
             for name, copy in copies.items()
             if not torch.equal(copy, self.means[name].view(-1)) and (are_finite or bool(copy.isfinite().all()))
         }
+        return self._pushed
+
+    def warn_of_differences(self, log: FilteringBoundLogger) -> None:
+        """Log once that trainers have written other values than this one to buffers that are no statistics."""
+        different = sorted(name for name in self._pushed.keys() & self._doubtful if self._differs(name))
+        if different:
+            self._doubtful.clear()
+            choice = dict.fromkeys(different[:MAX_NAMED], "lowest_rank")
+            log.warning(
+                f"trainers write different values to {len(different)} of the model's buffers, and each step averages "
+                f"them. Choose RemoteOptimizer(…, buffers={choice}) or 'leave' for buffers that must not hold a mean, "
+                "else 'average'"
+            )
+
+    def _differs(self, name: str) -> bool:
+        pushed, mean = self._pushed[name].float(), self.means[name].view(-1).float()
+        rounding = max(SAME, 2 * torch.finfo(self.means[name].dtype).eps)
+        return bool(torch.dist(pushed, mean) > rounding * pushed.norm())
 
     def write_back(self) -> None:
         """Copy the means to the buffers. Autograd does not notice, so a graph of an earlier pass stays valid."""

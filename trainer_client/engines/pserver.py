@@ -246,8 +246,11 @@ class PserverEngine:
             self.progress.version = newest
             self._loading.note_pulled(newest)
             self._write_back(newest, self.pending if self._overlap_pulls else set(self._parameters))
-            if newest == self.progress.begun and not self._overlap_pulls:  # else later passes have changed the buffers
-                self._averages.write_back()
+            if newest == self.progress.begun:
+                if not self._is_async and newest not in self._client.results.skipped:
+                    self._averages.warn_of_differences(self._client.log)
+                if not self._overlap_pulls:  # else later forward passes have changed the buffers
+                    self._averages.write_back()
         return False
 
     def _go_back_or_raise(self, error: BaseException) -> bool:

@@ -251,6 +251,7 @@ class RingEngine:
         parts = torch.split(flat, [mean.numel() for mean in means.values()])
         for mean, part in zip(means.values(), parts, strict=True):
             mean.copy_(part.view(mean.shape))
+        averages.warn_of_differences(self._client.log)
         averages.write_back()
 
     def _clip(self, max_norm: float) -> float:
