@@ -1,4 +1,4 @@
-"""What processes reduce and broadcast among themselves: gradients, the facts of a round, and tensors of one process.
+"""The reductions and broadcasts among processes: of gradients, the facts of a round, and the tensors of one process.
 
 The memory is allocated once.
 """
