@@ -1,4 +1,4 @@
-"""The diaries of trainers: a JSON line before and after each operation, and the random numbers that they record.
+"""The diaries of trainers: a JSON line before and after each operation.
 
 After `kill -9` a beginning has no end. Times are those of the monotonic clock, which the processes of a machine share.
 """
@@ -6,14 +6,10 @@ After `kill -9` a beginning has no end. Times are those of the monotonic clock, 
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 Record = dict[str, Any]
 Values = tuple[float, ...]  # of a block: counts of the ranks, sums of rounds of the ranks
@@ -62,16 +58,3 @@ def in_order(records: Iterable[Record]) -> list[Record]:
 def name_of(record: Record) -> str:
     """Return the name of the writer of a record."""
     return f"trainer {record['rank']} (life {record['life']})" if "rank" in record else "the campaign, in the end,"
-
-
-def seed_draws(seed: int, step: int) -> None:
-    """Seed the global generators of Python, numpy and torch for a step."""
-    number = seed * 1_000_003 + step
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
-
-
-def draw() -> list[float]:
-    """Draw a number from each global generator."""
-    return [random.random(), np.random.random(), torch.rand(1).item()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .diary import Record, draw, in_order, name_of, seed_draws
+from .diary import Record, in_order, name_of
 from .round_model import check_rounds
 from .setup import Setup
 
@@ -34,7 +34,7 @@ def find_violations(history: History) -> list[str]:
     """Return a description of each violation."""
     records = in_order(history.records)
     found = [f"{r['what']}: {r['text']}" for r in records if r["what"] == "wrong answer"]
-    found += _check_order(records) + _check_rollbacks(history, records) + _check_draws(history.setup, records)
+    found += _check_order(records) + _check_rollbacks(history, records)
     found += _check_expulsions(history, records)
     return found + check_rounds(history.setup, records)
 
@@ -66,18 +66,6 @@ def _check_expulsions(history: History, records: list[Record]) -> list[str]:
             own = ("trainer", f"trainer {record['rank']}")
             if not any(name in own and since <= loss < record["at"] for name, loss in history.all_losses()):
                 found.append(f"{name_of(record)} was evicted without a fault: {record['text']}")
-    return found
-
-
-def _check_draws(setup: Setup, records: list[Record]) -> list[str]:
-    """Check that random numbers depend on seed and step only: nothing else has drawn from the generators."""
-    found = []
-    for record in records:
-        if "draws" in record:
-            seed_draws(setup.seed, record["drawn_for"])
-            if record["draws"] != (expected := draw()):
-                numbers = f"drew {record['draws']} in step {record['drawn_for']}, not {expected}"
-                found.append(f"{name_of(record)} {numbers}")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .diary import Record, draw, seed_draws
+from .diary import Record
 from .model import History, find_violations
 from .round_model import explain
 from .setup import UNIT, Setup
@@ -149,14 +149,6 @@ def test_a_history_has_the_violation(name: str) -> None:
     case = CASES[name]
     found = find_violations(History(case.setup, case.story.records, **case.happened))
     assert found[0].startswith(case.violation) if case.violation else not found, found
-
-
-def test_random_numbers_depend_on_seed_and_step_only() -> None:
-    seed_draws(0, 3)
-    story = Story().add("back", 0, 3, drawn_for=3, draws=draw())
-    assert find_violations(History(Setup(seed=0), story.records)) == []
-    story.add("back", 0, 3, drawn_for=3, draws=draw())
-    assert "in step 3, not" in find_violations(History(Setup(seed=0), story.records))[0]
 
 
 def test_the_rounds_between_two_seen_versions_are_decoded() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ps_protocol.errors import GradpostError, NonFiniteGradient
-from tests.chaos.diary import Diary, draw, seed_draws
+from tests.chaos.diary import Diary
 from tests.chaos.setup import FREEZABLE, PARAMETERS, UNIT, Setup
 from tests.chaos.tricks import Tricks
 from trainer_client import RemoteOptimizer, connect
@@ -36,7 +36,6 @@ class ChaosTrainer:
         shape = (self.setup.num_pservers, 2, self.setup.num_trainers)
         self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in (*PARAMETERS, FREEZABLE)}
         self.local = torch.optim.SGD(list(self.parameters.items()), lr=1.0)
-        seed_draws(self.setup.seed, 0)
         self.session = connect()  # last, as the other trainers wait for this one from now on
         self.rank = self.session.rank
         self.diary = Diary(folder / f"trainer-{self.rank}-{life}.jsonl", rank=self.rank, life=life)
@@ -55,18 +54,17 @@ class ChaosTrainer:
         """Take steps until the last round of this trainer."""
         self.optimizer = RemoteOptimizer(self.local, max_grad_norm=NEVER_REACHED if self.setup.clips else None)
         self.steps = self.optimizer._engine.progress
-        self.write_seen("start", drawn_for=0)
+        self.write_seen("start")
         while True:
             self.obey()
-            attempt, step = self.attempt, self.steps.begun + 1
-            seed_draws(self.setup.seed, step)
+            attempt = self.attempt
             if self.steps.begun < self.last_step():
                 self.step()
             elif self.steps.begun > self.steps.version:
                 self.optimizer.synchronize()
             else:
                 break
-            self.write_seen("end" if self.attempt == attempt else "back", drawn_for=step)
+            self.write_seen("end" if self.attempt == attempt else "back")
         self.diary.write("done", round=self.steps.version, attempt=self.attempt)
 
     @property
@@ -110,18 +108,15 @@ class ChaosTrainer:
                 raise
             self.diary.write("refused", round=step, attempt=self.attempt)
 
-    def write_seen(self, what: str, *, drawn_for: int) -> None:
-        """Record every block with its version.
-
-        The random numbers are drawn from generators that were seeded for the step `drawn_for`.
-        """
+    def write_seen(self, what: str) -> None:
+        """Record every block with its version."""
         landed, blocks = self.steps.version, {}
         for pserver, shard in enumerate(self.session.client.run.plan.shards):
             version = self.tricks.versions[pserver][landed]
             for block in (block for block in shard if block.parameter in PARAMETERS):
                 values = self.parameters[block.parameter].detach().flatten()[block.begin : block.end].tolist()
                 blocks[block.name] = [version, *values]
-        self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks, drawn_for=drawn_for, draws=draw())
+        self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks)
 
 
 def start_quickly() -> None:
