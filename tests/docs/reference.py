@@ -43,7 +43,6 @@ from trainer_client.optimizer.named_optimizers import NamedOptimizer
 
 from ..unit.coordinator.support import make_cluster
 from .markdown import DOCS, ROOT, codes, read, section
-from .messages import EXAMPLES
 from .test_openapi import FENCED, Document, read_documents
 
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -139,7 +138,7 @@ INSPECTION = {
 
 
 def renew_protocol(text: str) -> str:
-    """Return the page with all requests, messages with an example of each, optimizers and error codes."""
+    """Return the page with all requests, messages, optimizers and error codes."""
     classes = list_messages()
     names = {cls.__name__ for cls in classes}
     members = [(f"`{cls.__name__}`", _list_members(cls, names)) for cls in classes]
@@ -150,8 +149,6 @@ def renew_protocol(text: str) -> str:
     ]  # fmt: skip
     text = put_table(text, "Requests", ("request", "scope", "query, body", "answer", "purpose"), _list_requests())
     text = put_table(text, "Messages", ("message", "members"), members)
-    shown = "\n".join(map(_show_example, EXAMPLES))
-    text = text.replace(f"## Examples{section(text, 'Examples')}", f"## Examples\n\n{shown}\n")
     optimizers = [(f"`{name}`", _code(rule.flags), _code(rule.numbers)) for name, rule in RULES.items()]
     text = put_table(text, "Optimizers", ("optimizer", "flags", "hyperparameters"), optimizers)
     return put_table(text, "Error codes", ("code", "class", "status", "retry", "meaning"), errors)
@@ -207,24 +204,6 @@ def _list_members(cls: type[Message], names: set[str]) -> str:
         mark = "" if name in schema.get("required", ()) else f"={shown}"
         listed.append(f"`{name}{mark}`" + (f" (`{nested[0]}`)" if nested else ""))
     return " ".join(listed)
-
-
-def _show_example(example: Any) -> str:
-    value = TypeAdapter(type(example)).dump_python(example, mode="json")
-    return f"### {type(example).__name__}\n\n```json\n{_format_json(value)}\n```\n"
-
-
-def _format_json(value: Any, indent: str = "") -> str:
-    """Return JSON on one line if that is short, else with a line for each member or element."""
-    line = json.dumps(value, ensure_ascii=False)
-    if len(indent + line) <= 110 or not value or not isinstance(value, dict | list):
-        return line
-    inner = f"{indent}  "
-    items = value if isinstance(value, list) else value.values()
-    keys = [""] * len(value) if isinstance(value, list) else [f"{json.dumps(key)}: " for key in value]
-    lines = [inner + key + _format_json(item, inner) for key, item in zip(keys, items, strict=True)]
-    begin, end = "[]" if isinstance(value, list) else "{}"
-    return f"{begin}\n" + ",\n".join(lines) + f"\n{indent}{end}"
 
 
 # ---------------------------------------------------------------- docs/settings.md

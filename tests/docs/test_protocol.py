@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from pydantic import TypeAdapter
 
 from ps_config.tokens import SCOPES
 from ps_protocol.fence import FENCE_HEADER, Fence
@@ -16,9 +15,7 @@ from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDI
 from services.runtime.scopes import ROUTE_SCOPES
 
 from .apps import run_coordinator, run_pserver
-from .markdown import codes, example_plan, examples, read, section, table, tables, without_code
-from .messages import EXAMPLES, messages_in
-from .reference import list_messages
+from .markdown import codes, example_plan, read, section, table, tables, without_code
 
 TEXT = read("protocol.md")
 
@@ -36,18 +33,6 @@ def test_members_of_a_plan() -> None:
     plan = example_plan(TEXT)
     assert [codes(row["member"])[0] for row in table(section(TEXT, "The slice plan"), "member")] == list(plan)
     assert SlicePlan.from_json(plan).as_json == plan
-
-
-# ---------------------------------------------------------------------- messages
-
-
-SHOWN = examples(section(read("protocol-reference.md"), "Examples"), "json")
-
-
-def test_every_message_has_an_example_that_can_be_read_again() -> None:
-    for block, example in zip(SHOWN, EXAMPLES, strict=True):
-        assert TypeAdapter(type(example)).validate_json(block.text) == example
-    assert {type(message) for example in EXAMPLES for message in messages_in(example)} >= {*list_messages()}
 
 
 # ---------------------------------------------------------------------- routes and scopes
