@@ -26,7 +26,6 @@ from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
 from .training import (
-    Parameters,
     assert_identical,
     run_all,
     run_trainers,
@@ -53,23 +52,22 @@ def count_local_connections(names: set[str | None]) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
-@pytest.mark.parametrize("is_wanted", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(is_wanted: bool) -> None:
-    def look(step: int, parameters: Parameters, *, session: Session) -> None:
+def test_blocks_travel_over_unix_sockets() -> None:
+    def look(step: int, *, session: Session) -> None:
         if step == 5 and session.rank == 0:
             names = {pserver.connection.info.local for pserver in session.client.pservers.clients}
             assert None not in names
             # Each of two trainers has one connection to each of two pservers.
             found = count_local_connections(names), count_tcp_connections(session)
-            assert found == ((4, 0) if is_wanted else (0, 4))
+            assert found == (4, 0)
             local_pservers = session.client.metrics.registry.get_sample_value("gradpost_trainer_local_pservers")
-            assert local_pservers == (2 if is_wanted else 0)
+            assert local_pservers == 2
 
     def train(session: Session) -> dict[str, Tensor]:
-        return train_remotely("Adam", session, before_step=partial(look, session=session))
+        return train_remotely("Adam", session, partial(look, session=session))
 
     with LocalCluster(pservers=2, trainers=2, on_trainer_loss="fail") as cluster:
-        for actual in run_all(cluster, train, local_transport=is_wanted):
+        for actual in run_all(cluster, train):
             assert_identical(actual, train_locally("Adam"))
 
 

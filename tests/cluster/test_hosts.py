@@ -42,14 +42,12 @@ def pid_of(run: FaultyRun, rank: int, life: int = 1) -> int:
     return int(run.wait_for_line(f"] process {rank} ", life).split()[-1])
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "ring", "pservers": 0}, {"mode": "async"}], ids=str)
-def test_the_processes_of_a_host_have_one_model(settings: dict[str, Any]) -> None:
-    with hosts(rounds=ROUNDS, **settings) as run:
+def test_the_processes_of_hosts_in_a_ring_have_one_model() -> None:
+    with hosts(rounds=ROUNDS, strategy="ring", pservers=0) as run:
         run.results(90)
         found = re.findall(r"^\[trainer (\d)\] result (.*)$", "\n".join(run.lines), re.MULTILINE)
     assert len(found) == WORLD
-    assert len(set(found)) == NUM_HOSTS
-    assert "mode" in settings or len({result for _, result in found}) == 1
+    assert len({result for _, result in found}) == 1
 
 
 def test_a_host_whose_leader_dies_comes_back() -> None:
@@ -61,8 +59,8 @@ def test_a_host_whose_leader_dies_comes_back() -> None:
         assert_same_results(run)
 
 
-@pytest.mark.parametrize(("trouble", "ended"), [("2:5:raise", 3), ("3:5:stop", 2), ("2:5:hang", 3)])
-def test_a_process_that_fails_hangs_or_has_fewer_batches_ends_the_others(trouble: str, ended: int) -> None:
+@pytest.mark.parametrize(("trouble", "ended"), [("3:5:stop", 2), ("2:5:hang", 3)])
+def test_a_process_that_hangs_or_has_fewer_batches_ends_the_others(trouble: str, ended: int) -> None:
     with hosts(PATIENT, rounds=FOREVER, trouble=trouble, round_timeout_seconds=5) as run:
         run.wait_for_line(f"ended {ended} Ended: another process of this host has ended, failed or hangs")
 

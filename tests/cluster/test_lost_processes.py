@@ -41,12 +41,7 @@ def check_ends(run: FaultyRun, ranks: Iterable[int], error: str, seconds: float)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "number"),
-    [
-        ("ps", SIGKILL),
-        pytest.param("ps", SIGSTOP, marks=pytest.mark.extended),
-        pytest.param("ring", SIGSTOP, marks=pytest.mark.ring),
-    ],
+    ("strategy", "number"), [("ps", SIGKILL), pytest.param("ring", SIGSTOP, marks=pytest.mark.ring)]
 )
 def test_a_killed_or_stopped_trainer_is_named(strategy: str, number: Signals) -> None:
     with endless(strategy) as run:
@@ -90,21 +85,19 @@ def test_a_trainer_that_hangs_while_its_heartbeats_live_is_named(strategy: str, 
 
 
 @pytest.mark.ring
-@pytest.mark.parametrize("dies", [0, 2])
-def test_a_death_ends_the_run_of_trainers_with_batches_left(dies: int) -> None:
+def test_the_death_of_a_trainer_without_batches_ends_the_run_of_those_with_some() -> None:
     with endless("ring", "0:4:stop") as run:
         run.wait_for_round(8, rank=1)
-        run.cluster.trainers[dies].signal(SIGKILL)
-        check_ends(run, {1, 2} - {dies}, "TrainerLost", LEASE_SECONDS + SLACK_SECONDS)
+        run.cluster.trainers[0].signal(SIGKILL)
+        check_ends(run, (1, 2), "TrainerLost", LEASE_SECONDS + SLACK_SECONDS)
         assert run.cluster.status().state == "failed"
 
 
-@pytest.mark.parametrize("number", [SIGKILL, SIGSTOP])
 @pytest.mark.extended
-def test_a_pserver_that_is_killed_or_stopped(number: Signals) -> None:
+def test_a_pserver_that_is_stopped_is_named() -> None:
     with endless("ps") as run:
         run.wait_for_round(3)
-        run.cluster.pservers[1].signal(number)
+        run.cluster.pservers[1].signal(SIGSTOP)
         check_ends(run, range(3), "", LEASE_SECONDS + SLACK_SECONDS)
         ends = [line for line in run.lines if "] ended " in line]
         assert all("Ended: " in line or "Unreachable: " in line for line in ends), ends

@@ -25,7 +25,6 @@ from trainer_client.transport.work import Work, pause
 from ..raising import raises_code
 from .conftest import StartCluster
 from .training import (
-    NET_OPTIMIZERS,
     NET_STEPS,
     SMALL,
     WIDTH,
@@ -46,10 +45,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
 BOTH = {"overlap": True, "overlap_pulls": True}
 
 
-@pytest.mark.parametrize("kind", NET_OPTIMIZERS)
-def test_the_bits_are_those_of_one_process(pair: LocalCluster, kind: str) -> None:
-    for actual in run_all(pair, partial(train_net, kind=kind, **BOTH), **SMALL):
-        assert_identical(actual, train_net_locally(kind))
+def test_the_bits_are_those_of_one_process(pair: LocalCluster) -> None:
+    for actual in run_all(pair, partial(train_net, **BOTH), **SMALL):
+        assert_identical(actual, train_net_locally())
 
 
 @pytest.fixture
@@ -83,23 +81,6 @@ def test_every_layer_but_the_first_is_pushed_while_backward_runs(beside_one_pser
         hidden.sum().backward()
         optimizer.step()
         arrived.clear()
-
-
-def test_accumulated_gradients_leave_once(pair: LocalCluster) -> None:
-    def work(session: Session) -> dict[str, Tensor]:
-        model = Net(seed=session.rank)
-        optimizer = wrap_net(session, model, kind="momentum", overlap=True)
-        for step in range(NET_STEPS):
-            optimizer.zero_grad()
-            with optimizer.accumulate():
-                for part in range(2):
-                    net_loss(model, step, session.rank, part).backward()
-            net_loss(model, step, session.rank, 2).backward()
-            optimizer.step()
-        return values(model)
-
-    for actual in run_all(pair, work, **SMALL):
-        assert_identical(actual, train_net_locally("momentum", num_parts=3))
 
 
 def pass_again(model: Net, optimizer: RemoteOptimizer) -> None:
@@ -243,18 +224,16 @@ class Attention(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("compiled", ["no", "wrapped", "in place", "inside"])
+@pytest.mark.parametrize("compiled", ["no", "wrapped", "inside"])
 def test_modules_that_use_others_parameters_wait_for_them(alone: LocalCluster, compiled: str) -> None:
     def work(session: Session, *, overlap: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model: nn.Module = Attention()
         if compiled == "wrapped":
             model = torch.compile(model, backend="eager")
-        elif compiled == "in place":
-            model.compile(backend="eager")
         elif compiled == "inside":
             model.layer = torch.compile(model.layer, backend="eager")
-        optimizer = wrap_net(session, model, kind="momentum", overlap=overlap, overlap_pulls=overlap)
+        optimizer = wrap_net(session, model, overlap=overlap, overlap_pulls=overlap)
         generator = torch.Generator().manual_seed(1)
         for _ in range(NET_STEPS):
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Child processes and their guardian; the wheel; nothing is unpickled."""
+"""Child processes and their guardian; the wheel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer_client.testing import Child, LocalCluster
+from trainer_client.testing import Child
 from trainer_client.testing.guardian import Guardian
 from trainer_client.testing.processes import find_our_packages
 
 from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
-from .faulty_run import SCRIPT
 from .up_support import ROOT, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -103,10 +102,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("prelude", ["", "import signal; signal.signal(15, signal.SIG_IGN);"], ids=["", "stubborn"])
-def test_nothing_outlives_a_killed_parent(prelude: str) -> None:
+def test_nothing_outlives_a_killed_parent() -> None:
+    stubborn = f"import signal; signal.signal(15, signal.SIG_IGN); {GRANDCHILD} import time; time.sleep(600)"
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(script=prelude + GRANDCHILD + "import time; time.sleep(600)")],
+        [sys.executable, "-c", PARENT.format(script=stubborn)],
         env=find_our_packages(os.environ, first=True),
         stdout=subprocess.PIPE,
         text=True,
@@ -169,39 +168,3 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     command = [str(prefix / "bin" / "gradpost"), "up", "--pservers", "2", "--trainers", "1", "--", "python", "train.py"]
     done = run_checked(command, cwd=tmp_path, env=environment)
     assert done.stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 rounds=3 ")
-
-
-# torch imports the module pickle; what counts is that no process looks up a class that a pickle names.
-WATCH = """
-import os, sys
-
-def watch(event, arguments):
-    if event == "pickle.find_class":
-        os.write(2, f"unpickled {arguments}\\n".encode())
-        os._exit(99)
-
-sys.addaudithook(watch)
-with open(os.path.join(os.environ["WATCHED"], str(os.getpid())), "w") as file:
-    file.write(" ".join(sys.orig_argv))
-"""
-
-
-@pytest.fixture
-def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "sitecustomize.py").write_text(WATCH)
-    (tmp_path / "watched").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("WATCHED", str(tmp_path / "watched"))
-    return tmp_path
-
-
-@pytest.mark.extended
-def test_nothing_is_unpickled(environ: Path) -> None:
-    with LocalCluster(pservers=1, trainers=1, local_transport=False, exit_when_done=True) as cluster:
-        assert cluster.run_trainers([sys.executable, str(SCRIPT), "2"]) == [0], list(cluster.output)
-        assert [service.wait(30) for service in cluster.services] == [0, 0], list(cluster.output)
-        pids = {str(child.pid) for child in (*cluster.services, *cluster.trainers)}
-    assert pids <= {file.name for file in (environ / "watched").iterdir()}
-    unpickles = [sys.executable, "-c", "import collections, pickle; pickle.loads(pickle.dumps(collections.Counter()))"]
-    assert subprocess.run(unpickles, capture_output=True, check=False).returncode == 99  # it would be noticed
-    assert not [line for line in cluster.output if "unpickled" in line]

@@ -15,8 +15,6 @@ import psutil
 import pytest
 import torch
 
-from services.runtime.checkpoints import complete_checkpoints
-from services.runtime.storage import open_checkpoint_storage
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -28,22 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300
 
 
 # What a damaged log or checkpoint costs is in tests/unit/pserver/durable and, for a whole cluster, in test_faults.py.
-# Networks and clocks that fail are in tests/chaos.
-
-
-def test_a_round_waits_for_the_log_and_goes_on_without_a_checkpoint(tmp_path: Path) -> None:
-    full = "log.append.before=enospc@10,checkpoint.shard=enospc@2"
-    with FaultyRun(60, state_dir=tmp_path, checkpoint_rounds=5) as run:
-        run.wait_for_round(3)
-        run.restart_pserver(1, GRADPOST_FAILPOINTS=full)
-        for text in (
-            "the log cannot be written; the round waits",
-            "a checkpoint could not be written; training continues",
-        ):
-            assert "No space left on device" in run.wait_for_line(text, of="pserver 1")
-        run.check_results()
-        place = open_checkpoint_storage(str(tmp_path / "checkpoints"))
-        assert complete_checkpoints(place, run.cluster.status().run)[0].round == 60
+# Networks, clocks and disks that fail for a while are in tests/chaos.
 
 
 def test_a_disk_that_stays_full_ends_the_run() -> None:

@@ -209,20 +209,13 @@ def train_locally(name: str) -> dict[str, Tensor]:
     return values(parameters)
 
 
-def train_remotely(
-    name: str,
-    session: Session,
-    *,
-    contributor: int = 0,
-    steps: int = STEPS,
-    before_step: Callable[[int, Parameters], None] = lambda step, parameters: None,
-) -> dict[str, Tensor]:
+def train_remotely(name: str, session: Session, before_step: Callable[[int], None]) -> dict[str, Tensor]:
     """Train as one trainer of a cluster; it starts from other values, which the first pull replaces."""
     parameters = make_parameters(seed=session.rank)
     optimizer = RemoteOptimizer(make_optimizer(name, parameters, local=False), session=session)
-    for step in range(steps):
-        set_gradients(parameters, step, contributor)
-        before_step(step, parameters)
+    for step in range(STEPS):
+        set_gradients(parameters, step)
+        before_step(step)
         optimizer.step()
         change_rates(optimizer, step)
     optimizer.synchronize()
@@ -233,10 +226,6 @@ def train_remotely(
 
 NET_STEPS = 8
 WORDS, WIDTH = 50, 24
-NET_OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "AdamW": partial(torch.optim.AdamW, lr=0.01),
-}
 
 
 class Net(nn.Module):
@@ -261,36 +250,23 @@ class Net(nn.Module):
         return found
 
 
-def net_loss(model: Net, step: int, rank: int, part: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10_000 * part + 100 * step + rank)
+def net_loss(model: Net, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
     words = torch.randint(0, WORDS, (16,), generator=generator)
     return nn.functional.cross_entropy(model(words, step), (words + 1) % WORDS)
 
 
-def train_net_locally(
-    kind: str,
-    num_trainers: int = 2,
-    num_parts: int = 1,
-) -> dict[str, Tensor]:
+def train_net_locally() -> dict[str, Tensor]:
     model = Net()
-    # A group each: fused SGD fails in the step in which some parameters of a group get their first momentum.
-    optimizer = NET_OPTIMIZERS[kind]([{"params": [parameter]} for parameter in model.parameters()])
-    for group in optimizer.param_groups:
-        group["fused"] = True
-
-    def loss(step: int, rank: int) -> Tensor:
-        for part in range(num_parts - 1):
-            net_loss(model, step, rank, part).backward()
-        return net_loss(model, step, rank, num_parts - 1)
-
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     for step in range(NET_STEPS):
-        set_average(optimizer, [partial(loss, step, rank) for rank in range(num_trainers)])
+        set_average(optimizer, [partial(net_loss, model, step, rank) for rank in range(2)])
         optimizer.step()
     return values(model)
 
 
-def wrap_net(session: Session, model: nn.Module, *, kind: str = "AdamW", **arguments: Any) -> RemoteOptimizer:
-    return RemoteOptimizer(NET_OPTIMIZERS[kind](model.parameters()), model=model, session=session, **arguments)
+def wrap_net(session: Session, model: nn.Module, **arguments: Any) -> RemoteOptimizer:
+    return RemoteOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model=model, session=session, **arguments)
 
 
 def train_net(
