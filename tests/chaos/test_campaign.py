@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pyte
 
 
 def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = Campaign(seed=1, folder=tmp_path)
+    campaign = Campaign(seed=1, num_standbys=0, folder=tmp_path)
     campaign.run(count=1)
     campaign.report()
     output = capsys.readouterr().out
@@ -25,8 +25,8 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 OTHERS = (
-    "copy by a reader", "hanging log", "one-way partition of a pserver", "pserver and place of checkpoints lost",
-    "zombie writer", "one-way partition of a standby", "stalling standby", "tokens reach a standby late",
+    "hanging log", "one-way partition of a pserver", "pserver and place of checkpoints lost", "zombie writer",
+    "one-way partition of a standby",
 )  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def test_a_history_of_one_fault(kind: str, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "sabotage",
-    ["dedupe", "places", "early"]
-    + [pytest.param(each, marks=pytest.mark.soak) for each in ("standby", "order", "log", "pages")],
+    ["dedupe", "early"]
+    + [pytest.param(each, marks=pytest.mark.soak) for each in ("places", "standby", "order", "log", "pages")],
 )
 def test_broken_services_are_detected(sabotage: str, tmp_path: Path) -> None:
     campaign = Campaign(seed=1, kinds=SABOTAGES[sabotage][1], sabotage=sabotage, folder=tmp_path)
