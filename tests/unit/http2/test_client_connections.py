@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +21,7 @@ from ps_http2 import client as asyncio_client
 from ps_http2 import client_connection, frames, polled_client
 from ps_http2.client_connection import LOCAL_EXTENSION
 from ps_http2.frames import ErrorCode, pack
-from ps_http2.local_sockets import bind_locally, connect_locally, local_name
+from ps_http2.local_sockets import connect_locally, local_name
 
 from ..protocol.test_certificates import Authority
 from .shells import PolledOnLoop, Shell
@@ -82,12 +81,6 @@ async def test_an_attempt_to_connect_ends_in_time(
     assert len({id(error) for error in errors}) == 5, "a shared error would refer to the bodies of all"
     async with serving(answering()) as address:
         assert (await ask(client, address)).content == b"fine"
-
-
-async def test_all_requests_wait_for_one_connection(client: httpx.AsyncClient) -> None:
-    async with serving(in_turn([answering()])) as address:
-        answers = await asyncio.gather(*(ask(client, address) for _ in range(5)))
-    assert [answer.content for answer in answers] == [b"fine"] * 5
 
 
 @pytest.mark.parametrize("answer", [b"", headers_frame(OK) + data_frame(b"x")])
@@ -214,44 +207,6 @@ async def test_a_connection_that_ended_meanwhile_is_replaced() -> None:
             has_ended.clear()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets need Linux")
-async def test_what_a_peer_sent_before_it_closed_is_read_although_it_takes_no_more(local: socket.socket) -> None:
-    has_ended = asyncio.Event()
-    shell = PolledOnLoop()
-    async with serving(answering_once(b"fine", has_ended), local=local):
-        call = shell.polled.begin("GET", "http://127.0.0.1", [], local=local_name(local))
-        await has_ended.wait()
-        [origin] = shell.polled._origins.values()
-        assert origin._connection is not None
-        origin._connection.ping()
-        await shell.poll_until(call)
-        assert call.finish().read() == b"fine"
-        await shell.aclose()
-
-
-async def test_an_answer_that_a_new_call_receives_ends_the_next_wait() -> None:
-    has_answered = asyncio.Event()
-
-    async def answer_first(talker: Talker) -> None:
-        await talker.until(StreamEnded)
-        talker.writer.write(headers_frame(OK) + data_frame(b"fine", end_stream=True))
-        await talker.writer.drain()
-        has_answered.set()
-        await talker.end()
-
-    transport = PolledOnLoop().polled
-    async with serving(answer_first) as address:
-        first = transport.begin("GET", address, [])
-        transport.wait(1)  # it is connected
-        transport.wait(0)
-        await has_answered.wait()
-        transport.begin("GET", address, [])
-        begun = time.monotonic()
-        transport.wait(3.0)
-        assert (first.is_done, time.monotonic() - begun < 1.0) == (True, True)
-        transport.close()
-
-
 def test_another_thread_ends_a_wait() -> None:
     transport = PolledOnLoop().polled
     begun = time.monotonic()
@@ -276,15 +231,6 @@ async def test_an_interrupt_while_bytes_move_loses_the_connection() -> None:
         assert following.finish().read() == b"fine"
         await shell.aclose()
     assert not connections
-
-
-async def test_an_address_of_an_unknown_family_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(host: str, port: int, **_: Any) -> list[Any]:
-        return [(family, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for family in (99, socket.AF_INET)]
-
-    monkeypatch.setattr(polled_client.socket, "getaddrinfo", resolve)
-    async with serving(answering()) as address, httpx.AsyncClient(transport=PolledOnLoop()) as client:
-        assert (await ask(client, address)).content == b"fine"
 
 
 # ---------------------------------------------------------------------- TLS
@@ -370,12 +316,3 @@ async def test_tls_never_uses_a_unix_socket(local: socket.socket, authority: Aut
         serving(answering(b"local"), local=local),
     ):
         assert await client.ask(address) == TCP
-
-
-@pytest.mark.parametrize("method", ["__init__", "bind"])
-def test_a_sandbox_may_forbid_unix_sockets(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("the sandbox forbids it")
-
-    monkeypatch.setattr(socket.socket, method, refuse, raising=False)
-    assert bind_locally() is None

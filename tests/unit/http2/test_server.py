@@ -12,7 +12,7 @@ from h2.events import DataReceived, InformationalResponseReceived, ResponseRecei
 from ps_http2 import asgi, frames
 from ps_http2 import server as http2_server
 from ps_http2.asgi import read_scope
-from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
+from ps_http2.frames import ErrorCode, pack, pack_number
 from ps_http2.local_sockets import connect_locally, enlarge_buffer, local_name
 from ps_http2.stream import Headers, content_length
 
@@ -31,16 +31,6 @@ async def test_both_versions_are_served_on_one_port(service: Served, caller: Cal
             assert (await old.post(f"{service.address}/raw/fine", content=b"12345")).text == "5 HTTP/1.1\n"
             assert await caller.status(post(b"/raw/fine"), b"12345") == 200
             assert await caller.body(number) == b"5 HTTP/2\n"
-
-
-@pytest.mark.parametrize("size", [1, 10])
-async def test_the_preface_may_come_in_portions(size: int, service: Served) -> None:
-    async with await service.connect(greets=False) as caller:
-        sent = PREFACE + pack_settings({}) + headers_frame(GET, end_stream=True)
-        for at in range(0, len(sent), size):
-            caller.writer.write(sent[at : at + size])
-            await asyncio.sleep(0)
-        assert b"ok" in (await asyncio.wait_for(caller.reader.readuntil(b"}"), 5))
 
 
 @pytest.mark.parametrize("sent", [b"PRI * HTTP/2.0\r\n\r\nSX\r\n\r\n", b"PRI \r\n\r\n"])
@@ -106,18 +96,6 @@ async def test_the_rest_of_a_refused_body_is_discarded(caller: Caller) -> None:
         caller.send(number, bytes(room), end_stream=not left)
     assert await caller.status() == 200
     assert caller.of(StreamReset) == []
-
-
-async def test_a_request_in_flight_is_answered_when_the_service_stops(service: Served) -> None:
-    caller = await service.connect()
-    caller.ask(get(b"/slow"))
-    await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
-    service.stop.set()
-    await until(lambda: service.connections[0].is_closing)
-    service.sample.slow_ends.set()
-    data = await asyncio.wait_for(caller.reader.read(-1), 5)  # h2 parses nothing after a GOAWAY
-    assert data.count(b'"slow"') == 1
-    caller.writer.close()
 
 
 @pytest.mark.parametrize("path", [b"/linger?x", b"/linger"])

@@ -15,7 +15,7 @@ from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.server import MAX_RESETS, MAX_STREAMS
 
 from .conftest import LARGE, Served
-from .sockets import GET, Caller, get, headers_frame, post, until
+from .sockets import GET, Caller, get, headers_frame, until
 
 short_headers = pytest.mark.parametrize("settings", [{"header_timeout_seconds": 0.5}])
 CLOSED = {SettingCodes.INITIAL_WINDOW_SIZE: 0}  # no response has a window
@@ -62,17 +62,6 @@ async def test_slow_frames_end_the_connection(begin: bytes, continues: bool, cal
             caller.writer.write(b"\0")
             await asyncio.sleep(0.01)
     assert await ending == ErrorCode.ENHANCE_YOUR_CALM
-
-
-@short_headers
-async def test_pauses_between_requests_and_in_a_body_are_allowed(caller: Caller) -> None:
-    await caller.status()
-    await asyncio.sleep(0.5)
-    number = caller.ask(post(b"/raw/fine"), end_stream=False)
-    caller.write(frames.pack_frame_header(5, frames.DATA, frames.END_STREAM, number) + b"123")
-    await asyncio.sleep(0.5)
-    caller.write(b"45")
-    assert await caller.body(number) == b"5 HTTP/2\n"
 
 
 @short_headers
@@ -191,14 +180,6 @@ async def test_too_many_unanswered_streams_end_the_connection(
     await until(service.connections[0]._transport.is_closing)
     assert service.connections[0].highest_stream < 2 * MAX_RESETS + 200
     assert service.connections[0]._num_running <= MAX_STREAMS
-
-
-async def test_a_request_that_is_reset_before_it_begins_does_not_run(service: Served, caller: Caller) -> None:
-    number = caller.h2.get_next_available_stream_id()
-    caller.h2.send_headers(number, get(b"/look"), end_stream=True)
-    caller.reset(number)
-    assert await caller.status() == 200
-    assert service.scopes == []
 
 
 async def test_streams_may_be_reset_between_answered_ones(service: Served, caller: Caller) -> None:

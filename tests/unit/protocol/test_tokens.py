@@ -46,17 +46,6 @@ def test_a_file_is_read_again_when_it_changes_and_keeps_its_last_valid_token(tmp
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
-@pytest.mark.parametrize(("mode", "is_reported"), [(0o400, False), (0o600, False), (0o440, True), (0o644, True)])
-def test_a_token_that_other_users_can_read_is_reported(tmp_path: Path, mode: int, is_reported: bool) -> None:
-    messages: list[str] = []
-    put(tmp_path / "read", OLD, mode)
-    for _ in range(2):
-        TokenFile(tmp_path / "read", messages.append).read()
-    assert len(messages) == 2 * is_reported
-    assert all(f"(mode {mode:04o}): chmod 400 it" in line and OLD not in line for line in messages)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
 @pytest.mark.parametrize(("mode", "is_reported"), [(0o440, False), (0o460, True), (0o444, True)])
 def test_a_secret_of_kubernetes_is_read_through_the_group_of_the_pod(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_reported: bool

@@ -131,12 +131,6 @@ async def test_invalid_message_names_the_places(client: httpx.AsyncClient, body:
     assert places[0] in response.json()["detail"]
 
 
-@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
-async def test_a_message_is_json_whatever_its_content_type(client: httpx.AsyncClient, headers: dict[str, str]) -> None:
-    response = await client.post("/greet/a", content=b'{"name": "c", "times": 1}', headers=headers)
-    assert response.status_code == 200, response.text
-
-
 async def test_a_bug_is_logged_once_and_not_revealed(
     client: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,14 +90,6 @@ async def test_a_connection_beyond_the_limit_is_refused() -> None:
                 answer = await ask_raw(server.address, GET + b"Connection: close\r\n\r\n")
 
 
-async def test_a_request_for_an_upgrade_is_processed_without_one() -> None:
-    request = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
-    async with running(Sample().make_app()) as server, raw_connection(server.address) as connection:
-        for _ in range(2):
-            connection.write(request + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n12345")
-            await asyncio.wait_for(connection.reader.readuntil(b"5 HTTP/1.1\n"), 5)
-
-
 @pytest.mark.parametrize("framing", [b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"Transfer-Encoding: gzip"])
 async def test_a_body_whose_end_is_ambiguous_ends_the_connection(framing: bytes) -> None:
     """A proxy may find another end, so that what follows would be a smuggled request."""

@@ -42,21 +42,6 @@ async def test_a_body_that_does_not_come_is_waited_for_a_limited_time(path: byte
     assert b'"code": "%b"' % code in answer
 
 
-@pytest.mark.parametrize(("part", "status"), [(b"x", b"408"), (bytes(1000), b"200")])
-async def test_single_bytes_are_no_progress_but_a_steady_body_may_take_longer(part: bytes, status: bytes) -> None:
-    begin = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (20 * len(part))
-    async with (
-        running(Sample().make_app(), body_timeout_seconds=0.1) as server,
-        raw_connection(server.address, begin) as connection,
-    ):
-        answer = asyncio.create_task(connection.read_line())
-        for _ in range(20):  # four times the time-out
-            if not answer.done():
-                connection.write(part)
-            await asyncio.sleep(0.02)
-        assert (await answer).startswith(b"HTTP/1.1 " + status)
-
-
 # ---------------------------------------------------------------------- too many requests
 
 

@@ -17,14 +17,12 @@ from ps_config.tokens import SCOPES
 from services.runtime import security
 from services.runtime.logs import configure_logs
 from services.runtime.security import make_peer_client
-from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 
 from ..protocol.test_tokens import put
 from .support import Running, Sample, ask_raw, http2_client, running, trainer_client
 
 TOKENS = {scope: f"token-of-{scope}-xxxxxxxx" for scope in SCOPES}
-LARGE = b"x" * (16 << 20)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -93,16 +91,6 @@ async def test_what_a_refusal_says(
     assert "token-of-" not in logged
 
 
-async def test_whoever_uploads_gets_to_read_the_refusal(tokens_dir: Path, http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, trainer_client() as http2:
-        for client in (http, http2):
-            for _ in range(3):
-                assert await refusal(await client.post(f"{service.address}/raw/fine", content=LARGE)) == (
-                    401,
-                    "unauthenticated",
-                )
-
-
 async def test_a_caller_falls_back_to_the_token_before(tokens_dir: Path, tmp_path: Path) -> None:
     """So that folders may be updated in any order."""
     theirs = tmp_path / "theirs"
@@ -133,14 +121,6 @@ async def test_the_tokens_may_come_later(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "later").mkdir()
     put(tmp_path / "later" / "admin", TOKENS["admin"])
     await serving
-
-
-async def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
-    sample, stop = Sample(), asyncio.Event()
-    stop.set()
-    async with asyncio.timeout(10):
-        await serve(sample.make_app(), ServiceSettings(tokens_dir=tmp_path), stop=stop)
-    assert sample.lifespan == []
 
 
 async def test_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,14 +243,6 @@ async def test_pages_of_other_sites_change_nothing(http: httpx.AsyncClient) -> N
             assert (await http.post(url, headers=headers)).status_code == 200
         # The default port need not be written out.
         assert (await http.post(url, headers={"host": "localhost", "origin": "http://localhost:80"})).status_code == 200
-
-
-async def test_it_is_never_too_late_in_silence() -> None:
-    app = Sample().make_app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
-        assert (await http.get("/healthz")).status_code == 200
-    with pytest.raises(RuntimeError, match="access control must be added"):
-        await serve(app, ServiceSettings(), stop=asyncio.Event())
 
 
 # ---------------------------------------------------------------------- listening

@@ -36,7 +36,6 @@ from services.runtime.storage import (
     LocalStorage,
     RemoteStorage,
     open_checkpoint_storage,
-    read_file,
     seal,
     unseal,
     write_file,
@@ -131,29 +130,6 @@ def test_a_file_and_its_name_are_synced_in_this_order(tmp_path, monkeypatch):
     write_file(tmp_path / "file", [b"1"])
     done[0] = done[0].rpartition(".")[0]
     assert done == ["fsync .file", "rename to file", f"fsync {tmp_path.name}"]
-
-
-def test_a_process_with_the_same_number_may_write_the_same_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-
-    def write_parts() -> Iterator[bytes]:
-        yield b"first "
-        write_file(path, [b"second"])
-        yield b"whole"
-
-    write_file(path, write_parts())
-    assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (b"first whole", ["file"])
-
-
-@pytest.mark.parametrize("size", [0, 6, 1 << 20])
-def test_what_was_read_stays_when_the_file_is_cut_and_may_be_written_to(tmp_path, size):
-    path = tmp_path / "file"
-    write_file(path, [bytes(size)])
-    data = read_file(path)
-    path.write_bytes(b"")
-    assert bytes(data) == bytes(size)
-    data[:] = bytes([1]) * size
-    assert path.read_bytes() == b""
 
 
 def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
