@@ -107,11 +107,6 @@ ENDINGS = {
         (rf"^gradpost: trainer 0 did not reach the batch barrier of round 4 .*--round-timeout-seconds .*\){WAY_ON}",),
         ("run failed",),
     ),
-    "a script exits with a code after its last round": Ending(
-        "--pservers 1 --trainers 1 --max-restarts 1", "if step == 4: sys.exit(3)", 3,
-        (r"^failed: mode=sync transport=HTTP/2 rounds=5 ", r"^gradpost: trainer 0 failed with exit code 3\n\Z"),
-        ("starting it again",),
-    ),
     "a killed script is noticed before its lease ends": Ending(
         "--pservers 1 --lease-seconds 1000", f"if session.rank == 1 and step == 2: {KILL}", 128 + 9,
         (rf"^\[trainer 0\] gradpost.TrainerLost: trainer 1 failed: its process {KILLED}$",
@@ -122,25 +117,10 @@ ENDINGS = {
         "--pservers 1 --on-trainer-loss continue", f"if session.rank == 1 and step == 2: {KILL}", 0,
         (rf"^gradpost: trainer 1 was lost: its process {KILLED}\n\Z", r"^trained: .* accuracy=0\.5 rounds=5 "),
     ),
-    "all trainers are lost": Ending(
-        "--pservers 1 --on-trainer-loss continue", f"if step == 2: {KILL}", 128 + 9,
-        (rf"^gradpost: trainer 0 was lost: its process {KILLED}$",
-         rf"^gradpost: trainer 1 was lost: its process {KILLED}$", rf"^gradpost: trainer [01] {KILLED}{WAY_ON}",
-         r"^failed: mode=sync transport=HTTP/2 rounds=3 "),
-    ),
-    "a trainer has fewer batches": Ending(
-        "", "if session.rank == 1 and step == 3: break\n    time.sleep(0.02)", 0,
-        (r"^\[coordinator\] trainer 1 is done \(round 4\); 1 of 2 trainers remains",), ("trainer 0 is done",), 200,
-    ),
     "a trainer ends before it joins": Ending(
         "--pservers 1", "import os, sys, time, gradpost\nif os.environ['RANK'] == '0': sys.exit()\n"
         "print('joined', gradpost.connect().rank, flush=True)\ntime.sleep(600)", 1,
         (r"^\[trainer 1\] joined 1$", r"^gradpost: nothing was trained: trainer 0 ended before .*\n\Z"),
-    ),
-    "no script makes an optimizer": Ending(
-        "--trainers 1", "import gradpost\ngradpost.connect().close()\nprint('no newline at the end', end='')", 1,
-        (r"^\[trainer 0\] no newline at the end$",
-         r"^gradpost: nothing was trained: trainer 0 ended before all trainers had made a RemoteOptimizer\n\Z"),
     ),
     "a trainer fails before it joins": Ending(
         "", "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)", 3,
@@ -160,7 +140,7 @@ ENDINGS = {
 def test_it_ends_with_the_code_and_the_reason(tmp_path: Path, name: str) -> None:
     ending = ENDINGS[name]
     script = train_script(tmp_path, rounds=ending.rounds, in_each_round=ending.script)
-    if "\n" in ending.script and not ending.script.startswith("if"):
+    if "\n" in ending.script:
         script.write_text(ending.script)
     code, stdout, stderr = run_up(*ending.arguments.split(), "--", "python", script, folder=tmp_path)
     assert code == ending.code, stdout + stderr
@@ -169,31 +149,28 @@ def test_it_ends_with_the_code_and_the_reason(tmp_path: Path, name: str) -> None
     assert not re.search("|".join(ending.hidden), stdout + stderr), stdout + stderr
 
 
-@pytest.mark.parametrize(
-    ("option", "code", "outcome"),
-    [pytest.param("", 0, "stopped", marks=pytest.mark.extended), ("--fail", 1, "failed")],
-)
 def test_a_run_that_is_stopped_can_be_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand, option: str, code: int, outcome: str,  # noqa: F811
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_command: RunCommand,  # noqa: F811
+) -> None:
     script = train_script(tmp_path, rounds=20000, in_each_round="step == 20 and print('trains', flush=True)")
     monkeypatch.chdir(tmp_path)
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", script, folder=tmp_path) as up:
         up.wait_for("[trainer 0] trains")
         assert "; stop the run with: gradpost stop " in run_command("evict", 0).stderr
-        done = run_command("stop", *option.split())
-        assert re.fullmatch(rf"run \w+ {outcome} after round \d+\n", done.stdout), done.stderr
+        done = run_command("stop")
+        assert re.fullmatch(r"run \w+ stopped after round \d+\n", done.stdout), done.stderr
         stopped = int(done.stdout.split()[-1])
-        actual, stdout, stderr = up.finish()
+        code, stdout, stderr = up.finish()
         assert up.has_left_nothing(), up.left()
-    assert actual == code, stderr
-    assert re.search(rf"^{outcome}: mode=sync .* rounds={stopped} ", stdout, re.MULTILINE), stdout
+    assert code == 0, stderr
+    assert re.search(rf"^stopped: mode=sync .* rounds={stopped} ", stdout, re.MULTILINE), stdout
     way_on = r"gradpost: an administrator stopped run \w+ \(at round [\d,]+\)\. Continue: \S*gradpost up --resume .*\n"
     assert re.fullmatch(way_on, stderr.splitlines(keepends=True)[-1]), stderr
     assert "[trainer 0] gradpost.RunStopped: an administrator stopped run" in stdout
     assert "run failed" not in stdout
-    saved = run_command("checkpoint", "list", "--json")
-    assert (option == "--fail") or json.loads(saved.stdout)[0]["round"] >= 20
+    assert json.loads(run_command("checkpoint", "list", "--json").stdout)[0]["round"] >= 20
     script.write_text(script.read_text().replace("range(20000)", "range(optimizer.round, optimizer.round + 5)"))
     code, stdout, stderr = run_up(
         "--resume", "--json", "--pservers", 1, "--trainers", 1, "--", "python", script, folder=tmp_path
@@ -209,18 +186,15 @@ def test_a_run_that_is_stopped_can_be_continued(
     assert code == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.extended)]
-)
-def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_an_interrupt_ends_everything(tmp_path: Path) -> None:
     with RunningUp("--pservers", 1, "--", "python", "-c", IDLE, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
         num_processes = 1 + 1 + 1 + 1 + 2 * 2  # up, its guardian, two services, two scripts of two processes
         # A process that is just being executed has no environment for a moment.
         assert wait_until(lambda: len(up.left()) == num_processes, seconds=10), up.left()
         started = time.monotonic()
-        up.signal(number)
-        assert up.finish()[0] == code
+        up.signal(signal.SIGINT)
+        assert up.finish()[0] == 130
         assert time.monotonic() - started < 10
         assert up.has_left_nothing(), up.left()
 

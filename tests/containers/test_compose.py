@@ -20,9 +20,7 @@ PROMETHEUS = "http://127.0.0.1:9090/api/v1/query"
 WAIT_SECONDS = 180.0
 # The commands of docs/deploy.md without profiles, which need a GPU or another image.
 [COMMANDS] = code_blocks(section(read("deploy.md"), "Containers"), "bash")
-UP, MORE, EXEC, DOWN = (
-    shlex.split(line, comments=True) for line in COMMANDS.text.splitlines() if "--profile" not in line
-)
+UP, _, EXEC, DOWN = (shlex.split(line, comments=True) for line in COMMANDS.text.splitlines() if "--profile" not in line)
 for command in (UP, EXEC, DOWN):
     del command[:2]  # docker compose
 UP.remove("--build")  # the fixture has built them
@@ -59,15 +57,8 @@ def exit_codes(compose: Compose) -> list[str]:
     return [code for line in shown.splitlines() if "trainer" in line for code in re.findall(r"Exited \((\d+)\)", line)]
 
 
-def test_training_finishes_and_its_services_can_be_inspected(
-    compose: Compose, capsys: pytest.CaptureFixture[str]
-) -> None:
-    began = time.monotonic()
+def test_training_finishes_and_its_services_can_be_inspected(compose: Compose) -> None:
     compose(*UP, "-d")
-    while "loss" not in compose("logs", "trainer"):
-        assert time.monotonic() - began < WAIT_SECONDS, compose("logs")
-    with capsys.disabled():
-        print(f"\nfrom up to the first loss: {time.monotonic() - began:.1f} s")
     lines = wait_for_results(compose, 2)
     assert len(set(lines)) == 1, lines  # both print the same
     until = time.monotonic() + 30
@@ -76,20 +67,14 @@ def test_training_finishes_and_its_services_can_be_inspected(
         time.sleep(1)
     assert codes == ["0", "0"]
 
-    first = status(compose)
-    assert (first["state"], first["num_trainers"], len(first["pservers"])) == ("finished", 2, 2)
+    found = status(compose)
+    assert (found["state"], found["num_trainers"], len(found["pservers"])) == ("finished", 2, 2)
     assert httpx.get(f"{API}/v1/status").status_code == 401
 
     until = time.monotonic() + 60
     while {one["metric"].get("role") for one in ask_prometheus("up == 1")} != {"coordinator", "pserver"}:
         assert time.monotonic() < until, ask_prometheus("up")
         time.sleep(1)
-
-    compose("up", "-d")
-    wait_for_results(compose, 4)
-    second = status(compose)
-    assert second["state"] == "finished"
-    assert second["run"] != first["run"]
 
 
 def test_containers_have_no_privileges(compose: Compose) -> None:
@@ -103,17 +88,6 @@ def test_containers_have_no_privileges(compose: Compose) -> None:
             refusal = compose("exec", "-T", service, "sh", "-c", f"touch {path} 2>&1 || true")
             assert "Read-only file system" in refusal, refusal
     assert "gradpost_" not in compose("exec", "-T", "coordinator", "env")  # no token there
-
-
-def test_a_run_has_the_named_number_of_trainers(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    compose(*DOWN)
-    setting, *_, up = MORE
-    monkeypatch.setenv(*setting.split("="))
-    compose(up, "-d")
-    assert len(set(wait_for_results(compose, 1))) == 1  # not every tool shows the logs of all four
-    found = status(compose)
-    assert (found["state"], found["num_trainers"]) == ("finished", 4)
-    assert [trainer["state"] for trainer in found["trainers"]] == ["done"] * 4
 
 
 def test_a_standby_replaces_a_killed_pserver(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

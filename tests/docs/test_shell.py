@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM
@@ -37,21 +36,12 @@ from .conftest import NUM_TRAINERS
 from .markdown import ROOT, examples, read, section
 from .stage import GRADPOST, Stage, arguments_of_up, environment, needs_curl, run_shell, status_of
 
+INSPECTION_TEXT = read("inspection.md")
+FIRST, _, *LOOK = [block.text for block in examples(INSPECTION_TEXT, "sh")]
+[PYTHON] = [block.text for block in examples(INSPECTION_TEXT, "python")]
 TEXT = read("cli.md")
 COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard,")], "sh"))
 examples(section(TEXT, "TensorBoard, MLflow and W&B"), "sh")  # tests/unit/cli/test_tracking.py exports
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@pytest.mark.timeout(300)
-def test_every_command_works(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoints"
-    with FaultyRun(100_000, min_block_size=64, checkpoints=str(place), lease_seconds=30) as run:
-        run.wait_for_round(15)
-        variables = {"GRADPOST_COORDINATOR": run.cluster.address, "PLACE": str(place), "OMP_NUM_THREADS": "1"}
-        run_shell(tmp_path, COMMANDS, **variables)
-    assert load_file(tmp_path / "model.safetensors")["0.weight"].shape == (64, 20)
 
 
 # ---------------------------------------------------------------- README.md
@@ -96,23 +86,19 @@ SCRIPTS = [block.text for block in examples(OPERATIONS_TEXT, "sh")]
 OPERATIONS_SHELL = "".join(script for script in SCRIPTS if script != UP)
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    with stage.cluster:
-        yield stage
-
-
 @pytest.mark.cluster
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 @needs_curl
-def test_the_commands_work(stage: Stage) -> None:
-    stage.begin_run()
-    (stage.folder / "backup").mkdir()
-    pserver = stage.cluster.status().pservers[0].address
-    more = {"PSERVER": pserver, "BACKUP": str(stage.folder / "backup")}
-    printed = stage.shell(OPERATIONS_SHELL, **more)
+def test_the_commands_work(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    with stage.cluster:
+        status = json.loads(stage.shell(FIRST.replace("http://127.0.0.1:7070", stage.cluster.address)))
+        assert status["state"] == "gathering"
+        stage.begin_run()
+        (stage.folder / "backup").mkdir()
+        pserver = stage.cluster.status().pservers[0].address
+        printed = stage.shell(OPERATIONS_SHELL, PSERVER=pserver, BACKUP=str(stage.folder / "backup"))
     assert (stage.folder / "model.safetensors").stat().st_size > 40
     assert "continues from round 1 (attempt 1)" in printed
     assert "tokens/admin: replaced" in printed
@@ -131,10 +117,10 @@ def resume_elsewhere(checkpoints: Path) -> int:
 @pytest.mark.cluster
 @pytest.mark.extended
 @pytest.mark.timeout(400)
-def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
+def test_another_number_of_pservers(tmp_path: Path) -> None:
     script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
     (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
-    printed = stage.shell(UP)
+    printed = run_shell(tmp_path, UP)
     digests = re.findall(r"result (\w+ 20)", printed)
     assert len(digests) == 4, printed
     assert len(set(digests)) == 1
@@ -267,48 +253,31 @@ def test_both_scripts_train(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- inspection
 
 
-INSPECTION_TEXT = read("inspection.md")
-FIRST, _, *LOOK = [block.text for block in examples(INSPECTION_TEXT, "sh")]
-[PYTHON] = [block.text for block in examples(INSPECTION_TEXT, "python")]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[FaultyRun]:
-    with FaultyRun(100_000, min_block_size=64) as run:
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+@needs_curl
+def test_a_run_is_inspected_and_administered(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    with FaultyRun(100_000, min_block_size=64, checkpoints=str(place), lease_seconds=30) as run:
         run.wait_for_round(15)
-        yield run
+        check_inspection(tmp_path, run.cluster.address)
+        variables = {"GRADPOST_COORDINATOR": run.cluster.address, "PLACE": str(place), "OMP_NUM_THREADS": "1"}
+        run_shell(tmp_path, COMMANDS, **variables)
+    assert load_file(tmp_path / "model.safetensors")["0.weight"].shape == (64, 20)
 
 
-@pytest.mark.cluster
-@pytest.mark.extended
-@needs_curl
-def test_with_a_token(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    with stage.cluster:
-        status = json.loads(stage.shell(FIRST.replace("http://127.0.0.1:7070", stage.cluster.address)))
-    assert status["state"] == "gathering"
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@needs_curl
-def test_the_cluster_is_inspected(run: FaultyRun, tmp_path: Path) -> None:
-    printed = run_shell(tmp_path, "\n".join(LOOK), URL=run.cluster.address)
-    assert load_file(tmp_path / "weight.safetensors")["0.weight"].shape == (64, 20)
+def check_inspection(folder: Path, address: str) -> None:
+    printed = run_shell(folder, "\n".join(LOOK), URL=address)
+    assert load_file(folder / "weight.safetensors")["0.weight"].shape == (64, 20)
     documents = [json.loads(line) for line in printed.splitlines() if line.startswith(("{", "["))]
     requests = [event["facts"] for event in documents[-1] if event["by"]]
     assert [facts["action"] for facts in requests if facts["outcome"] == "done"] == [
         "set rate", "freeze", "unfreeze", "pause", "resume", "checkpoint",
     ]  # fmt: skip
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@needs_curl
-def test_the_exported_model_is_loaded(run: FaultyRun, tmp_path: Path) -> None:
-    code = f"{PYTHON}\nimport torch\ntorch.save(state, {str(tmp_path / 'state.pt')!r})\n"
-    run_shell(tmp_path, shlex.join(["python", "-c", code]), URL=run.cluster.address)
-    make_model().load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
+    code = f"{PYTHON}\nimport torch\ntorch.save(state, {str(folder / 'state.pt')!r})\n"
+    run_shell(folder, shlex.join(["python", "-c", code]), URL=address)
+    make_model().load_state_dict(torch.load(folder / "state.pt", weights_only=True), strict=True)
 
 
 # ---------------------------------------------------------------------- Kubernetes
