@@ -32,7 +32,7 @@ install: $(STAMP) ## create .venv with the exact versions of requirements.lock, 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing requirements.lock into $(VENV): torch and 140 other packages, 2 GB (several more with CUDA). This takes minutes."
+	@echo "Installing requirements.lock into $(VENV): torch and 124 other packages, 2 GB (several more with CUDA). This takes minutes."
 	$(BIN)/python -m pip install --quiet -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
