@@ -37,21 +37,16 @@ def start_browser() -> Iterator[Browser]:
 class Visit:
     """One page in its own context, which has its own storage."""
 
-    def __init__(self, browser: Browser, address: str, *, token: str = "", path: str = "/", **context: Any) -> None:
-        self.address = address
+    def __init__(self, browser: Browser, address: str, *, token: str = "") -> None:
         self.errors: list[str] = []
         self.requests: list[Request] = []
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900})
         self.page: Page = self.context.new_page()
         self.page.set_default_timeout(60_000)
         self.page.on("console", self._note_console)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request))
-        if path != "/":  # as if an ingress served the page under this path
-            self.page.route(
-                f"{address}{path}**", lambda route: route.continue_(url=route.request.url.replace(path, "/", 1))
-            )
-        self.page.goto(address + path)
+        self.page.goto(address)
         if token:
             self.sign_in(token)
 

@@ -169,29 +169,3 @@ def test_a_barrier_says_for_whom_it_waits_and_since_when(browser: Browser, close
             child.signal(SIGCONT)
         visit.page.wait_for_selector("#notices .warn", state="detached")
         visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", said["round"])
-
-
-def test_it_asks_nothing_while_nobody_looks(browser: Browser, closed: Closed) -> None:
-    with Visit(browser, closed.address, token=closed.token()) as visit:
-        visit.wait_until_live()
-        hide = "is => { Object.defineProperty(document, 'hidden', { value: is, configurable: true });"
-        tell = "document.dispatchEvent(new Event('visibilitychange')); }"
-        visit.page.evaluate(hide + tell, True)
-        visit.page.wait_for_timeout(500)  # what was under way
-        before = len(visit.requests)
-        visit.page.wait_for_timeout(2500)
-        assert len(visit.requests) == before
-        visit.page.evaluate(hide + tell, False)
-        with visit.page.expect_request("**/v1/status"):
-            pass
-
-
-def test_a_path_before_it_changes_nothing(browser: Browser, closed: Closed) -> None:
-    with Visit(browser, closed.address, token=closed.token(), path="/team/gradpost/") as visit:
-        visit.wait_until_live()
-        visit.page.wait_for_selector("#event-list li")
-        visit.wait_until("() => document.querySelector('#curve-loss .scatterlayer .trace')")
-        requested = visit.page.evaluate("performance.getEntriesByType('resource').map(one => one.name)")
-        assert requested
-        assert all(urlsplit(url).path.startswith("/team/gradpost/") for url in requested)
-        assert visit.errors == []

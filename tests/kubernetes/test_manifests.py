@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -238,46 +237,6 @@ def test_numbers_agree(overlay: str) -> None:
     assert found == {int(settings["data"]["GRADPOST_NUM_TRAINERS"])}
 
 
-JOB = {"completionMode": "Indexed", "podReplacementPolicy": "Failed", "backoffLimit": 20}
-# The members of each object, of its spec if it has one.
-RULES: dict[str, Object] = {
-    "ServiceAccount": {"automountServiceAccountToken": False},
-    "Deployment": {"replicas": 1, "strategy": {"type": "Recreate"}},  # one coordinator at a time has its volume
-    "StatefulSet": {
-        "podManagementPolicy": "Parallel",  # pservers are not ready one by one
-        "persistentVolumeClaimRetentionPolicy": None,  # the default is to retain
-    },
-    "PodDisruptionBudget": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow"},
-}
-
-
-@every_overlay
-def test_pods_are_replaced_one_at_a_time(overlay: str) -> None:
-    for kind, rules in RULES.items():
-        for one in of_kind(overlay, kind):
-            assert pick(one.get("spec", one), rules) == rules
-    jobs = [job["spec"] for job in of_kind(overlay, "Job")] + [
-        {**one["template"]["spec"], "completionMode": "Indexed"}  # JobSet's default
-        for runtime in of_kind(overlay, "TrainingRuntime")
-        for one in runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    ]
-    # A rank has one pod at a time, which is restarted.
-    assert [(pick(job, JOB), job["template"]["spec"]["restartPolicy"]) for job in jobs] == [(JOB, "OnFailure")]
-
-
-@every_overlay
-def test_services_keep_their_volumes(overlay: str) -> None:
-    [claim], [pservers] = of_kind(overlay, "PersistentVolumeClaim"), of_kind(overlay, "StatefulSet")
-    of_role = dict(pods(overlay))
-    used = mounts(of_role["coordinator"])[STATE]["persistentVolumeClaim"]["claimName"]
-    assert used == claim["metadata"]["name"]
-    [template] = pservers["spec"]["volumeClaimTemplates"]
-    assert mounts(of_role["pserver"])[STATE] == {"claim": template["metadata"]["name"]}
-    [budget] = of_kind(overlay, "PodDisruptionBudget")
-    labels = of_role["pserver"]["metadata"]["labels"]
-    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
-
-
 # ---------------------------------------------------------------------- connections
 
 
@@ -357,27 +316,3 @@ def test_addresses_are_service_names_with_certificates(overlay: str) -> None:
     assert {"coordinator", "localhost"} <= set(names["coordinator-tls"])
     # OpenSSL accepts a wildcard only before two labels.
     assert {"*.pserver.gradpost.svc", "localhost"} <= set(names["pserver-tls"])
-
-
-@every_overlay
-def test_pods_are_scraped_with_the_labels_of_our_service_discovery(overlay: str) -> None:
-    names = certificates(overlay)
-    # The labels are those of services/coordinator/metrics.py; an empty one, as for the coordinator, is none.
-    expected = {"ServiceMonitor": {"role", "pserver"}, "PodMonitor": {"role", "trainer"}}
-    behind = {"ServiceMonitor": of_kind(overlay, "Service"), "PodMonitor": [pod for _, pod in pods(overlay)]}
-    for monitor in of_kind(overlay, *expected):
-        kind = monitor["kind"]
-        [endpoint] = monitor["spec"]["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
-        credentials = {"type": "Bearer", "credentials": {"name": "gradpost-tokens", "key": "read"}}
-        assert endpoint.get("authorization") == (credentials if kind == "ServiceMonitor" else None)
-        assert {rule["targetLabel"] for rule in endpoint["relabelings"]} == expected[kind]
-        wanted = monitor["spec"]["selector"].get("matchLabels", {}).items()
-        found = [one for one in behind[kind] if wanted <= one["metadata"]["labels"].items()]
-        assert len(found) == {"ServiceMonitor": 2, "PodMonitor": 1}[kind]
-        assert endpoint["port"] in str(found[0]["spec"])
-        assert endpoint.get("scheme", "http") == scheme_of(overlay)
-        if names:  # Prometheus shows a certificate, and connects to addresses, which are in none
-            tls: Any = endpoint["tlsConfig"]
-            used = {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]}
-            assert used == {"prometheus-tls"}
-            assert all(tls["serverName"] in names[f"{role}-tls"] for role in PORTS)
