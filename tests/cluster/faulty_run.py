@@ -35,7 +35,6 @@ class FaultyRun:
         script: Path = SCRIPT,
         environment: Mapping[str, str] | None = None,
         round_seconds: float = 0.02,
-        cluster_type: type[LocalCluster] = LocalCluster,
         **settings: Any,
     ) -> None:
         """`environment` is that of the trainers, which pause for `round_seconds` in each round."""
@@ -49,7 +48,7 @@ class FaultyRun:
         self.lines: list[str] = []
         self._progress = threading.Condition()
         self._round = [0] * trainers
-        self.cluster = cluster_type(
+        self.cluster = LocalCluster(
             pservers=pservers, trainers=trainers, on_line=self._line, **{"lease_seconds": 2, **settings}
         )
 
