@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -20,11 +13,11 @@ from torch import Tensor
 
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
-from ps_config.tokens import SCOPES, Scope
+from ps_config.tokens import SCOPES
 from trainer_client import Session
 from trainer_client.testing import LocalCluster
 
-from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
+from ..unit.protocol.test_certificates import Authority
 from .training import (
     assert_identical,
     run_all,
@@ -74,111 +67,33 @@ def test_blocks_travel_over_unix_sockets() -> None:
 # ---------------------------------------------------------------------- tokens and TLS
 
 
-@dataclass
-class Closed:
-    """A cluster, its tokens and its authority."""
-
-    cluster: LocalCluster
-    tokens: Path
-    authority: Authority
-    client: TlsFiles
-
-    @property
-    def trainer_settings(self) -> dict[str, Any]:
-        """Return the settings that a trainer needs."""
-        return {
-            "token_file": self.tokens / "train",
-            "tls_ca": self.client.ca,
-            "tls_client_cert": self.client.cert,
-            "tls_client_key": self.client.key,
-            "retry_seconds": 5,
-        }
-
-    @property
-    def newest_serial(self) -> int:
-        return serial(self.authority.folder / "service.pem")
-
-    def serial_of(self, address: str) -> int:
-        """Return the serial number of the certificate that a new connection receives."""
-        url = httpx.URL(address)
-        context = client_context(self.client)
-        with (
-            socket.create_connection((url.host, url.port), 10) as raw,
-            context.wrap_socket(raw, server_hostname=url.host) as tls,
-        ):
-            return serial_of_peer(tls)
-
-    def get(self, url: str, scope: Scope | None, **arguments: Any) -> httpx.Response:
-        headers = {} if scope is None else {"authorization": f"Bearer {(self.tokens / scope).read_text().strip()}"}
-        return httpx.get(url, headers=headers, verify=client_context(self.client), **arguments)
-
-
-@pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
-    folder = tmp_path_factory.mktemp("closed")
-    create_tokens(folder / "tokens", SCOPES, rotate=False)
-    authority = Authority(folder / "authority")
+def test_a_cluster_with_tokens_and_tls_serves_its_trainers_and_no_strangers(tmp_path: Path) -> None:
+    create_tokens(tmp_path / "tokens", SCOPES, rotate=False)
+    authority = Authority(tmp_path / "authority")
     service, client = authority.issue("service"), authority.issue("client")
-    with LocalCluster(
-        pservers=1,
-        trainers=2,
-        local_transport=False,
-        lease_seconds=2,
-        tokens_dir=folder / "tokens",
-        tls_ca=authority.ca,
-        tls_cert=service.cert,
-        tls_key=service.key,
-        tls_client_ca=authority.ca,
-        tls_client_cert=client.cert,
-        tls_client_key=client.key,
-    ) as cluster:
-        yield Closed(cluster, folder / "tokens", authority, client)
+    own = {"tls_ca": authority.ca, "tls_client_cert": client.cert, "tls_client_key": client.key}
 
-
-@pytest.mark.extended
-def test_training_goes_on_while_everything_is_replaced(closed: Closed) -> None:
-    """Tokens, so that the first ones are worth nothing any more, and certificates, which new connections show."""
-    together, done = threading.Barrier(2), threading.Event()
-
-    def replace() -> None:
-        for _ in range(2):
-            create_tokens(closed.tokens, SCOPES, rotate=True)
-        closed.authority.issue("client")
-        closed.authority.issue("service")
-
-    def show_newest() -> bool:
-        addresses = {closed.cluster.address, *(pserver.address for pserver in closed.cluster.status().pservers)}
-        return {closed.serial_of(address) for address in addresses} == {closed.newest_serial}
-
-    def train(session: Session) -> tuple[int, float]:
+    def train(session: Session) -> float:
         weight, optimizer = wrap_weight(session, 10_000)
-        for step in itertools.count():
-            if together.wait(30) == 0 and step == 2:
-                replace()
-            elif step > 2 and session.rank == 0 and show_newest():
-                done.set()
-            together.wait(30)
-            if done.is_set():
-                break
+        for _ in range(3):
             step_with(optimizer, weight)
-            time.sleep(0.1)
-        return step, weight.sum().item()
+        return weight.sum().item()
 
-    first = closed.newest_serial
-    (steps, total), other = run_trainers(closed.cluster.address, [train, train], **closed.trainer_settings)
-    assert (steps, total) == other == (steps, -10_000.0 * steps)
-    assert steps > 2
-    assert closed.newest_serial != first
+    def get(url: str, token: str = "") -> int:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.get(url, headers=headers, verify=client_context(client)).status_code
 
-
-def test_strangers_get_nothing(closed: Closed) -> None:
-    status = closed.cluster.status()
-    for address in (closed.cluster.address, *(pserver.address for pserver in status.pservers)):
-        assert closed.get(f"{address}/healthz", None).status_code == 200
-        assert closed.get(f"{address}/metrics", None).status_code == 401
-        assert closed.get(f"{address}/metrics", "read").status_code == 200
-        with (
-            pytest.raises(httpx.TransportError),
-            httpx.Client(verify=client_context(TlsFiles(closed.client.ca))) as http,
-        ):
-            http.get(f"{address}/healthz")
+    with LocalCluster(
+        pservers=1, trainers=2, local_transport=False, tokens_dir=tmp_path / "tokens", tls_cert=service.cert,
+        tls_key=service.key, tls_client_ca=authority.ca, **own,
+    ) as cluster:  # fmt: skip
+        token_file = tmp_path / "tokens" / "train"
+        assert run_trainers(cluster.address, [train] * 2, token_file=token_file, **own) == [-30_000.0] * 2
+        for address in (cluster.address, *(pserver.address for pserver in cluster.status().pservers)):
+            assert (get(f"{address}/healthz"), get(f"{address}/metrics")) == (200, 401)
+            assert get(f"{address}/metrics", (tmp_path / "tokens" / "read").read_text().strip()) == 200
+            with (
+                pytest.raises(httpx.TransportError),
+                httpx.Client(verify=client_context(TlsFiles(authority.ca))) as stranger,
+            ):
+                stranger.get(f"{address}/healthz")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from typing import Any, TypeAlias
 
@@ -13,12 +12,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from ps_protocol import routes
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
-from ps_protocol.fence import FENCE_HEADER, Fence
-from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.requests import NORM_HEADER
-from ps_protocol.vocabulary import PROTOCOL_VERSION
 
-from ..raising import raises_code
 from ..unit.protocol.test_messages import find_unbounded
 from .apps import call, run_coordinator, run_pserver
 
@@ -26,7 +20,6 @@ Document: TypeAlias = dict[str, Any]
 
 TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.NORM, routes.BARRIER, routes.SLOTS}
 FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)]
-HEADERS = Fence(PROTOCOL_VERSION, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
 
 
 async def read_documents() -> dict[str, Document]:
@@ -97,14 +90,3 @@ def test_bodies_and_parameters_are_bounded(document: Document) -> None:
         taken = [body["schema"] for body in bodies.values() if body["schema"].get("format") != "binary"]
         taken += [parameter["schema"] for parameter in operation.get("parameters", ())]
         assert [place for schema in taken for place in find_unbounded(schema, schemas, " ".join(route))] == []
-
-
-def test_headers_match_their_described_patterns(pserver: Document) -> None:
-    by_name = {p["name"]: p["schema"] for p in pserver["paths"][routes.GET]["post"]["parameters"]}
-    norm = AgreedNorm(ShardNorm("5f0c", 1e-7), math.inf).to_header()
-    for name, value in {**HEADERS, NORM_HEADER: norm}.items():
-        assert re.fullmatch(by_name[name]["pattern"], value)
-        assert not re.search(by_name[name]["pattern"], "é")
-    with raises_code("bad_header"):
-        Fence.from_headers({FENCE_HEADER: HEADERS[FENCE_HEADER] + "9" * 19})
-    assert not re.search(by_name[FENCE_HEADER]["pattern"], HEADERS[FENCE_HEADER] + "9" * 19)

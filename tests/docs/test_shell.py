@@ -120,7 +120,12 @@ def resume_elsewhere(checkpoints: Path) -> int:
 def test_another_number_of_pservers(tmp_path: Path) -> None:
     script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
     (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
-    printed = run_shell(tmp_path, UP)
+    printed = ""
+    for line in UP.splitlines():
+        with RunningUp(*arguments_of_up(line), folder=tmp_path) as up:
+            code, stdout, stderr = up.finish()
+        assert code == 0, stdout + stderr
+        printed += stdout
     digests = re.findall(r"result (\w+ 20)", printed)
     assert len(digests) == 4, printed
     assert len(set(digests)) == 1
@@ -323,7 +328,6 @@ def test_the_commands_for_kubernetes_create_the_secret_of_the_pods(tmp_path: Pat
 MACHINES_TEXT = read("machines.md")
 [TOKENS] = examples(MACHINES_TEXT, "sh")
 [BY_HAND] = examples(MACHINES_TEXT, "console")
-COPY, HOSTS, *_ = (block.text for block in examples(MACHINES_TEXT, "bash"))
 
 
 def make_folder(folder: Path, *arguments: str) -> None:
@@ -375,20 +379,3 @@ def check_results(printed: str) -> None:
     results = re.findall(r"result (\w+) 20$", printed, re.MULTILINE)
     assert len(results) == 2, printed
     assert len(set(results)) == 1
-
-
-# Loopback has the addresses of both machines, and a shell takes the place of a remote one.
-SSH = """
-ssh() { shift 2; bash -c "$*"; }
-scp() { cp -r "$2" "$3" "${4#*:}"; }
-"""
-
-
-@pytest.mark.cluster
-@pytest.mark.extended
-@pytest.mark.timeout(400)
-def test_over_ssh(tmp_path: Path) -> None:
-    make_folder(tmp_path, "20")
-    text = (COPY + HOSTS).replace("10.0.0.", "127.0.0.").replace("7070", str(free_port()))
-    text = text.replace("/srv", str(tmp_path / "srv"))
-    check_results(run_shell(tmp_path, SSH + text, PATH=f"{tmp_path}/bin:{os.environ['PATH']}"))

@@ -14,7 +14,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers
-from .network import DEVICE, MAX_NORM, losses, make_model, make_optimizer, train_alone, train_remotely
+from .network import DEVICE, MAX_NORM, train_alone, train_remotely
 
 ROUNDING = 2e-5  # a GPU adds in another order
 COARSE = 5e-3  # where numbers have fewer bits, and fall on the other side
@@ -74,26 +74,6 @@ def test_steps_that_are_delayed() -> None:
 
     with LocalCluster(pservers=2, trainers=2, lease_seconds=5, on_trainer_loss="fail", max_delay=2) as cluster:
         assert run_trainers(cluster.address, [work, work]) == [-sum(1.5 * (step + 1) for step in range(12))] * 2
-
-
-def test_buffers_are_averaged(cluster: LocalCluster) -> None:
-    def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
-        model = make_model()
-        optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session)
-        for step in range(2):
-            optimizer.zero_grad()
-            for loss in losses(model, step, [session.rank]):
-                loss.backward()
-            if step == 1:
-                before = model[1].running_mean.clone()
-            optimizer.step()
-        return before, model[1].running_mean
-
-    (one, mean), (other, same) = run_trainers(cluster.address, [work, work])
-    assert mean.device.type == DEVICE
-    assert torch.equal(mean, same)
-    torch.testing.assert_close(mean, (one + other) / 2)
-    assert not torch.equal(one, other)
 
 
 @pytest.fixture

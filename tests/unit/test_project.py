@@ -198,12 +198,3 @@ def test_docstrings_are_sentences_and_words_are_plain(folder: str) -> None:
         for line, text in find(file.read_text())
     ]
     assert not found, "\n".join(found)
-
-
-def test_a_fragment_or_an_archaism_would_be_noticed() -> None:
-    for docstring in ("Return the ranks", "return the ranks.", "Of a further process: its place."):
-        assert [*find_fragments(f"def f():\n    {docstring!r}")]
-    assert not [*find_fragments("def f():\n    '`encode` undoes this.\\n\\nIn any order'")]
-    for line in ("# a" + "new", "x = f'no" + "body {y}'"):
-        assert [*find_archaisms(line)]
-    assert not [*find_archaisms("# the word `a" + "new`")]
