@@ -111,6 +111,10 @@ class ChaosCluster(LocalCluster):
         command = [sys.executable, "-P", str(SCRIPT), str(self.folder), str(self.lives[rank])]
         return self.start_trainer(rank, command, {"GRADPOST_RETRY_SECONDS": str(RETRY_SECONDS)})
 
+    def start_rival(self, index: int) -> Child:
+        """Start a second process for a running pserver."""
+        return self._spawn_service(f"rival of pserver {index}", "services.pserver", GRADPOST_PSERVER_INDEX=str(index))
+
     def clock_file(self, name: str) -> Path:
         """Return the file with the offset of a process's wall clock, in seconds with a sign."""
         return self.folder / f"clock of {name}"

@@ -6,11 +6,11 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from signal import SIGKILL, SIGUSR1
+from signal import SIGKILL, SIGTERM, SIGUSR1
 from typing import Any, TypeVar
 
 import httpx
@@ -36,8 +36,8 @@ START_SECONDS = 90.0
 ANSWER_SECONDS = 10.0  # for the coordinator to list the checkpoints
 END_SECONDS = 120.0  # after the last fault is healed; then a process waits for ever
 RECOVERY_SECONDS = 20.0  # after which a fault that is healed has no effect any more
-
-
+STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
+LAST_FAULT_SECONDS = 3 * END_SECONDS  # for the one that comes after all others
 FIRST_STEPS = 5
 LAST_STEPS = 10  # after the newest one that was begun when the end is fixed
 PAUSE_SECONDS = (0.7, 2.5)  # between two faults
@@ -71,8 +71,10 @@ class Episode:
         self.rounds = 0
         self.num_restorable = 0  # listed checkpoints that were read and complete
         self._sabotage = sabotage
-        self._kinds = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
-        self._is_ending = False  # trainers end soon after the newest step that any has begun
+        fitting = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
+        self._kinds = [fault for fault in fitting if not fault.is_last]
+        self._last = [fault for fault in fitting if fault.is_last]
+        self._stops: dict[int, int] = {}  # by rank: the last step
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
@@ -127,9 +129,10 @@ class Episode:
         if not healed or not self._wait_until(lambda: self._have_moved_on(begun), END_SECONDS):
             self.complain(f"a trainer has waited for {END_SECONDS:g} s: {self._where()}")
             return
-        stop = max(self.newest("begin", rank) for rank in ranks) + LAST_STEPS
-        self._is_ending = True
-        write_whole(self.folder / "stop", str(stop))
+        for fault in self._last:
+            self._inject(fault)
+            self._wait_until(self._are_healed, LAST_FAULT_SECONDS)
+        self._set_stop(ranks)
         if not self._wait_until(lambda: self._done.issuperset(ranks), END_SECONDS):
             self.complain(f"a trainer has not ended after {END_SECONDS:g} s: {self._where()}")
             return
@@ -137,6 +140,12 @@ class Episode:
 
     def _are_healed(self) -> bool:
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _set_stop(self, ranks: Iterable[int]) -> None:
+        """Let these trainers end soon after the newest step that any has begun, unless their end is fixed."""
+        stop = max(self.newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
+        self._stops = {**dict.fromkeys(ranks, stop), **self._stops}
+        write_whole(self.folder / "stop", json.dumps(self._stops))
 
     # ------------------------------------------------------------------ watching
 
@@ -184,7 +193,7 @@ class Episode:
         self.reader.read()
         last = next((r for r in reversed(self.reader.records) if r["rank"] == rank), {})
         is_evicted = last.get("kind") == EXPELLED and self.setup.on_trainer_loss == "continue"
-        if is_evicted and self._is_ending:
+        if is_evicted and rank in self._stops:
             self._done.add(rank)  # the others may have ended without it by now
             return
         if not is_evicted:
@@ -326,6 +335,18 @@ class Episode:
             time.sleep(pause_seconds)
         return None
 
+    def let_end(self, ranks: Sequence[int]) -> bool:
+        """Let these trainers end, and wait for it; False if they do not in time."""
+        self._set_stop(ranks)
+        if self.poll(lambda: self._done.issuperset(ranks), END_SECONDS):
+            return True
+        self.complain(f"trainers {[*ranks]} have not ended after {END_SECONDS:g} s: {self._where()}")
+        return False
+
+    def expect_rollback(self) -> None:
+        """Allow a rollback of the run from now on."""
+        self.history.disk_damaged.append(time.monotonic())
+
     def is_quiet(self, since: float, *roles: str) -> bool:
         """Return whether the cluster has had no other faults since then, and time before to recover from them.
 
@@ -370,6 +391,17 @@ class Episode:
             with suppress(GradpostError):
                 self.cluster.report_end(int(victim.split()[1]), child)
 
+    def terminate(self, victim: str) -> None:
+        """Send SIGTERM, which must end the process with exit code 0, unless an armed failpoint may end it."""
+        child = self.child(victim)
+        # A process that does not serve may not know the signal yet.
+        must_end_well = self.cluster.find_address(child) and child.pid not in self._condemned
+        self._condemned.add(child.pid)
+        self.lose(victim)
+        child.signal(SIGTERM)
+        if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and must_end_well:
+            self.complain(f"{victim} ended with exit code {code} after SIGTERM")
+
     def start(self, victim: str, *, may_die: bool = True, **env: Any) -> Child:
         """Start a service again with failpoints, at which it may be expected to die."""
         if victim == "coordinator":
@@ -405,7 +437,7 @@ class Episode:
         """Replace a file's content by a damaged one."""
         self.may_damage = False
         if loses_rounds:
-            self.history.disk_damaged.append(time.monotonic())  # which allows a rollback
+            self.expect_rollback()
         self.note(f"damaged {path.name}")
         self._spoiled.add(path)
         path.write_bytes(content)

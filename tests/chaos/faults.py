@@ -6,6 +6,7 @@ episode restarts dead processes. `docs/reliability.md` has the guarantees.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -28,8 +29,7 @@ Role = Literal["trainer", "pserver", "coordinator", "link", "gateway", "place", 
 Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
-
-
+RIVAL_SECONDS = 40.0  # for a second process to be refused
 STANDSTILL_SECONDS = 3.0  # without any step, while nothing is disturbed that a step needs
 LATE_SECONDS = 0.5  # that a trainer takes longer for a step than the others
 LOG_ORDER = "slow 0.05"  # to logs, so that changes begin while a round is being applied
@@ -54,14 +54,17 @@ class Fault:
     role: Role
     inject: Inject
     fits: Callable[[Setup], bool]
+    is_last: bool = False  # injected once, after all others
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(kind: str, role: Role, fits: Callable[[Setup], bool] = lambda setup: True) -> Callable[[Inject], Inject]:
+def fault(
+    kind: str, role: Role, fits: Callable[[Setup], bool] = lambda setup: True, *, is_last: bool = False
+) -> Callable[[Inject], Inject]:
     def register(inject: Inject) -> Inject:
-        FAULTS[kind] = Fault(kind, role, inject, fits)
+        FAULTS[kind] = Fault(kind, role, inject, fits, is_last)
         return inject
 
     return register
@@ -86,6 +89,20 @@ def _keep_away(episode: Episode, victim: str) -> None:
     episode.sleep(LATE_SECONDS / 2, LATE_SECONDS)
     episode.kill(victim)
     episode.sleep(ROUND_TIMEOUT_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 4)
+
+
+@fault("trainer and pserver killed together", "pserver")
+def _kill_two(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    with suppress(IndexError):  # all of them have a fault
+        episode.kill(episode.choose("trainer"))
+
+
+@fault("coordinator and pserver killed together", "pserver")
+def _kill_coordinator_too(episode: Episode, victim: str) -> None:
+    episode.kill("coordinator")
+    episode.kill(victim)
+    episode.sleep(0, 1)
 
 
 def _fail_at(
@@ -123,6 +140,11 @@ for _kind, _service, _how in (
     ("disk full, failing or read-only in a checkpoint", "pserver", {"names": _CHECKPOINT, "actions": DISK_ERRORS}),
 ):
     fault(_kind, _service)(partial(_fail_at, **_how))
+
+
+@fault("rolling restart", "pserver")
+def _restart(episode: Episode, victim: str) -> None:
+    episode.terminate(victim)
 
 
 # ------------------------------------------------------------------ processes stand still
@@ -293,6 +315,19 @@ def _damage_checkpoint(episode: Episode, victim: str) -> bool:
     return True
 
 
+# With standbys the second process may be the next one.
+@fault("two processes claim one shard", "pserver", lambda setup: not setup.num_standbys)
+def _start_rival(episode: Episode, victim: str) -> bool:
+    first = episode.child(victim)
+    rival = episode.cluster.start_rival(int(victim.split()[1]))
+    was_refused = rival.wait_or_kill(RIVAL_SECONDS) not in (0, -signal.SIGKILL)
+    if first is not episode.child(victim) or not first.is_running:
+        return False  # it has died, and the other took its place as it should
+    if not was_refused:
+        episode.complain(f"a second process for {victim} was not refused")
+    return True
+
+
 # ------------------------------------------------------------------ administrators
 
 
@@ -329,6 +364,17 @@ def ask_until(
     return episode.poll(ask_once, PATIENCE_SECONDS) or 0
 
 
+def list_checkpoints(episode: Episode) -> list[int]:
+    """Return the rounds of the checkpoints that the coordinator lists, once it knows of any; none if it is too long."""
+
+    def list_once() -> list[int]:
+        with episode.cluster.connect(seconds=CHANGE_SECONDS) as http:
+            response = http.get(routes.CHECKPOINTS)
+        return [one["round"] for one in response.json()] if response.is_success else []
+
+    return episode.poll(list_once, PATIENCE_SECONDS) or []
+
+
 @fault("administrative changes under load", "administrator")
 def _administer(episode: Episode, victim: str) -> None:
     with ordered([episode.cluster.log_file(child) for child in episode.cluster.pservers], LOG_ORDER):
@@ -357,6 +403,31 @@ def _change(episode: Episode) -> None:
         rank = episode.chance.randrange(episode.setup.num_trainers)
         episode.lose(f"trainer {rank}")
         ask(episode, "POST", routes.EVICT.replace("{rank}", str(rank)))
+
+
+@fault("coordinator killed after trainers are done, then a rollback", "coordinator", is_last=True)
+def _roll_back_after_done(episode: Episode, victim: str) -> None:
+    ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
+    place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
+    if goes_behind:
+        write_whole(place, "eio")  # so that no checkpoint of a later round than theirs becomes complete
+    if not episode.let_end(ranks):
+        return
+    episode.kill(victim)
+    episode.start(victim, may_die=False)
+    if not goes_behind:
+        ask_until(episode, (200,), "POST", routes.CHECKPOINTS, seconds=CHECKPOINT_SECONDS)
+    listed = list_checkpoints(episode)
+    write_whole(place, "")
+    if not listed:
+        episode.complain("no checkpoint is listed after the coordinator was started again")
+        return
+    round_, done = episode.chance.choice(listed), max(episode.newest("done", rank) for rank in ranks)
+    episode.note(f"trainers {[*ranks]} are done with round {done}; there are checkpoints of {listed}")
+    episode.expect_rollback()
+    status = ask_until(episode, (200, 404, 409), "POST", routes.ROLL_BACK, {"round": round_})
+    if status == 200 and round_ < done and episode.setup.on_trainer_loss == "wait":
+        episode.complain(f"the run was rolled back to round {round_}, though trainers were done with round {done}")
 
 
 @fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)

@@ -8,17 +8,23 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import AbstractContextManager
+from signal import SIGCONT
 from typing import TYPE_CHECKING
 
+from ps_protocol import routes
 from trainer_client.testing import Child
 
 from .faults import (
     DISK_ERRORS,
+    PATIENCE_SECONDS,
+    ask_until,
     check_steps,
+    list_checkpoints,
 )
 from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, ordered
 from .standby_faults import (
     continue_coordinator,
+    has_standbys,
     standby_fault,
     wait_for_stop,
 )
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 
 
 REPLACED_SECONDS = 12.0  # for a standby to replace a pserver: a lease, a limit of 2 s, and a busy machine
+STALL_SECONDS = 3.0
 
 
 def _check_replaced(episode: Episode, victim: str, leader: Child, why: str) -> bool:
@@ -105,3 +112,37 @@ def _fail_promotion(episode: Episode, victim: str, leader: Child, standby: Child
     continue_coordinator(episode, coordinator)
     _check_replaced(episode, victim, leader, "which has ended")
     return has_stopped
+
+
+@standby_fault("zombie writer", lambda setup: has_standbys(setup) and setup.checkpoint_rounds == 50)
+def _wake_writer(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
+    """Stop a pserver that publishes its part of a checkpoint, until its successor has published the same round.
+
+    The successor makes this checkpoint once the run has gone back to the one before.
+    """
+    listed = list_checkpoints(episode)
+    episode.poll(lambda: list_checkpoints(episode) != listed, PATIENCE_SECONDS)  # so that none is being written
+    folder = episode.cluster.find_folder(leader)
+    episode.arm(leader, "checkpoint.shard=stop")
+    episode.lose(victim)
+    if not wait_for_stop(episode, leader) or folder is None:
+        episode.arm(leader, "")  # another fault may have made it a standby, which would stop once it leads again
+        leader.signal(SIGCONT)
+        return False
+    round_ = max(int(path.name.partition("-")[0]) for path in (folder / "log").glob("*.safetensors"))
+    _check_replaced(episode, victim, leader, "which is stopped")
+    episode.expect_rollback()
+    before = {"round": max(listed for listed in list_checkpoints(episode) if listed < round_)}
+    ask_until(episode, (200,), "POST", routes.ROLL_BACK, before)
+
+    def find_newest() -> int | None:
+        newest = max(list_checkpoints(episode))
+        return newest if newest >= round_ else None
+
+    newest = episode.poll(find_newest, PATIENCE_SECONDS)
+    leader.signal(SIGCONT)
+    if newest != round_:  # another fault has kept this checkpoint from being written
+        return False
+    episode.lose(victim)
+    episode.sleep(STALL_SECONDS, STALL_SECONDS)  # for the watch to read the checkpoint again
+    return True

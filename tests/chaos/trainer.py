@@ -73,7 +73,8 @@ class ChaosTrainer:
         return self.session.client.coordinator.news.attempt.number
 
     def last_step(self) -> float:
-        return float(self._stop.read_text()) if self._stop.exists() else float("inf")
+        stops = json.loads(self._stop.read_text()) if self._stop.exists() else {}
+        return float(stops.get(str(self.rank), "inf"))
 
     def obey(self) -> None:
         for order in map(json.loads, self.orders):

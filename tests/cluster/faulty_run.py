@@ -35,6 +35,7 @@ class FaultyRun:
         script: Path = SCRIPT,
         environment: Mapping[str, str] | None = None,
         round_seconds: float = 0.02,
+        cluster_type: type[LocalCluster] = LocalCluster,
         **settings: Any,
     ) -> None:
         """`environment` is that of the trainers, which pause for `round_seconds` in each round."""
@@ -48,7 +49,7 @@ class FaultyRun:
         self.lines: list[str] = []
         self._progress = threading.Condition()
         self._round = [0] * trainers
-        self.cluster = LocalCluster(
+        self.cluster = cluster_type(
             pservers=pservers, trainers=trainers, on_line=self._line, **{"lease_seconds": 2, **settings}
         )
 

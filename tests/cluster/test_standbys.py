@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
@@ -16,6 +17,7 @@ import pytest
 from ps_protocol.errors import Unreachable
 from ps_protocol.messages import PserverState
 from trainer_client.client.inspection import ClusterView
+from trainer_client.testing import Child, LocalCluster
 
 from .faulty_run import FaultyRun
 from .trainer_processes import free_port
@@ -50,6 +52,41 @@ def test_a_stopped_pserver_follows_its_successor_and_may_be_lost_then(tmp_path: 
         run.kill(run.cluster.pservers[0])
         run.wait_for_round(run.round_of(0) + 20)
         run.check_results()
+
+
+class Pods(LocalCluster):
+    """A cluster whose pserver processes have a state folder each, as pods have."""
+
+    def start_pserver(self, index: int, **env: Any) -> Child:
+        volume = Path(self._settings["GRADPOST_STATE_DIR"]) / f"volume-{index}"
+        return super().start_pserver(index, GRADPOST_STATE_DIR=str(volume), **env)
+
+
+def test_a_process_with_an_older_folder_waits_for_the_promoted_one(tmp_path: Path) -> None:
+    """Processes 2 and 3 are standbys, which only their indices distinguish. Process 2 replaces pserver 0."""
+    with FaultyRun(500, cluster_type=Pods, standbys=1, checkpoints=tmp_path) as run:
+        for index in (2, 3):
+            run.cluster.start_pserver(index)
+        run.wait_for_sync()
+        run.kill(run.cluster.pservers[0])
+        run.wait_for_incarnation(2)
+        run.wait_for_round(run.round_of(0) + 20)
+        for child in run.cluster.pservers:
+            child.signal(SIGKILL)
+        for child in run.cluster.pservers:
+            child.wait(10)
+        assert wait_until(lambda: all(p.index != 0 for p in run.cluster.status().pservers), 30)
+        for index in (0, 1, 3):
+            run.cluster.start_pserver(index)
+        run.wait_for_line("this process has an older state and waits for it", of="pserver 0")
+        before = run.round_of(0)
+        time.sleep(1)
+        assert run.round_of(0) == before
+        run.cluster.start_pserver(2)
+        run.wait_for_round(before + 20)
+        run.wait_for_sync()  # the first process follows now
+        run.check_results()
+        assert not [line for line in run.lines if "the run is rolled back" in line]
 
 
 # ---------------------------------------------------------------------- standbys of a run that does not need them
