@@ -6,8 +6,11 @@ import contextlib
 import io
 import os
 import random
+import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,8 +56,7 @@ class ChaosCluster(LocalCluster):
 
     def __init__(self, setup: Setup, folder: Path, *, sabotage: str | None, **arguments: Any) -> None:
         self._tokens = folder / "tokens"
-        with contextlib.redirect_stdout(io.StringIO()):
-            create_tokens(self._tokens, SCOPES, rotate=False)
+        self.rotate_tokens()
         if setup.num_standbys:
             arguments["tokens_dir"] = self._tokens
         super().__init__(
@@ -77,6 +79,7 @@ class ChaosCluster(LocalCluster):
         self._roles = threading.RLock()  # held while a process becomes a pserver
         self.coordinator_proxy = Proxy(self.name_client, lambda: int(self.address.rpartition(":")[2]))
         self.lives = [0] * setup.num_trainers
+        self._token_links: dict[Child, Path] = {}  # of services, to the folder of tokens
         self._faketime = find_libfaketime() if setup.fakes_time else None
 
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
@@ -123,6 +126,20 @@ class ChaosCluster(LocalCluster):
         """Return a client of a service, by default the coordinator, with the token of an administrator."""
         auth = BearerAuth(TokenPair(self._tokens / "admin"))
         return httpx.Client(base_url=address or self.address, auth=auth, timeout=seconds, trust_env=False)
+
+    def rotate_tokens(self) -> None:
+        """Replace the tokens of all processes; the ones before stay valid until the next rotation."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            create_tokens(self._tokens, SCOPES, rotate=True)
+
+    @contextlib.contextmanager
+    def keep_tokens(self, child: Child) -> Iterator[None]:
+        """Let a service keep its current tokens, whatever the others have, as long as this context lasts."""
+        kept = Path(tempfile.mkdtemp(prefix="tokens-", dir=self.folder))
+        shutil.copytree(self._tokens, kept, dirs_exist_ok=True)
+        _link(self._token_links[child], kept)
+        yield
+        _link(self._token_links[child], self._tokens)
 
     def place_file(self, name: str) -> Path:
         """Return the file that says what a service's place of checkpoints does: see `service.py`."""
@@ -183,8 +200,13 @@ class ChaosCluster(LocalCluster):
         place.touch()
         env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": place, "CHAOS_LOG": self.folder / "log"}
         env["CHAOS_FAILPOINTS"] = self.folder / "failpoints"
+        if self.setup.num_standbys:
+            env["GRADPOST_TOKENS_DIR"] = link = self.folder / f"tokens-{secrets.token_hex(4)}"
+            _link(link, self._tokens)
         env = {key: str(value) for key, value in env.items()} | self._clock_of(name)
         child = super()._spawn_service(name, "tests.chaos.service", pass_fds=pass_fds, **env)
+        if self.setup.num_standbys:
+            self._token_links[child] = link
         if proxy is not None:
             self.proxies[child], self._behind[proxy] = proxy, child
         return child
@@ -209,6 +231,13 @@ class ChaosCluster(LocalCluster):
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "FAKETIME_CACHE_DURATION": "1",
         }
+
+
+def _link(link: Path, folder: Path) -> None:
+    """Let a symbolic link lead to a folder, also if it leads to another one."""
+    new = link.with_suffix(".new")
+    new.symlink_to(folder)
+    new.replace(link)
 
 
 class ChaosStandbys(Standbys):

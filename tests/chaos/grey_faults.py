@@ -1,4 +1,4 @@
-"""The faults of processes that live but do not work, and of a disk in a fail-over.
+"""The faults of processes that live but do not work, of a disk in a fail-over, and of what several processes share.
 
 A standby is in sync in most of them, so that training has to continue within seconds.
 """
@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import shutil
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from itertools import pairwise
 from signal import SIGCONT
 from typing import TYPE_CHECKING
 
 from ps_protocol import routes
+from ps_protocol.errors import GradpostError
 from trainer_client.testing import Child
 
 from .faults import (
+    CHANGE_SECONDS,
     DISK_ERRORS,
     PATIENCE_SECONDS,
+    STANDSTILL_SECONDS,
     ask_until,
     check_steps,
+    fault,
     list_checkpoints,
 )
 from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, ordered
 from .standby_faults import (
     continue_coordinator,
+    find_standbys,
     has_standbys,
+    may_continue_alone,
     standby_fault,
     wait_for_stop,
 )
@@ -35,6 +42,10 @@ if TYPE_CHECKING:
 
 REPLACED_SECONDS = 12.0  # for a standby to replace a pserver: a lease, a limit of 2 s, and a busy machine
 STALL_SECONDS = 3.0
+NUM_STALLS = 6
+MAX_STALLS_IN_SYNC = 4  # of these, which hold up rounds; with ever longer waits it is in sync at 0, 6, 18 and 30 s
+MIN_STALLED_ROUNDS = 10  # in each stall: while other faults hold up the run, the standby has nothing to be late with
+ROTATION_SECONDS = 1.5  # for services to read changed tokens
 
 
 def _check_replaced(episode: Episode, victim: str, leader: Child, why: str) -> bool:
@@ -99,6 +110,26 @@ def _lose_place_too(episode: Episode, victim: str, leader: Child, standby: Child
         return check_steps(episode, began, text)
 
 
+@standby_fault("stalling standby", may_continue_alone)
+def _stall(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
+    """Let the log of a standby hang for every other few seconds. It may not hold up rounds each time."""
+    index, address, num_in_sync = int(victim.split()[1]), episode.cluster.find_address(standby), 0
+    seen: list[tuple[int, int]] = []  # attempts, each of which begins without the back-off, and rounds
+    for _ in range(NUM_STALLS):
+        with suppress(GradpostError):
+            status = episode.cluster.status()
+            num_in_sync += address in find_standbys(status, index)
+            seen.append((status.attempt, status.round))
+        with ordered([episode.cluster.log_file(standby)], "hang"):
+            episode.sleep(STALL_SECONDS, STALL_SECONDS)
+        episode.sleep(STALL_SECONDS, STALL_SECONDS)
+    is_same = len(seen) == NUM_STALLS and seen[-1][0] == seen[0][0]
+    is_going = all(after - before >= MIN_STALLED_ROUNDS for (_, before), (_, after) in pairwise(seen))
+    if num_in_sync > MAX_STALLS_IN_SYNC and is_same and is_going:
+        text = f"the standby of {victim} was in sync at the beginning of {num_in_sync} of {NUM_STALLS} stalls"
+        episode.complain(f"{text}, {MAX_STALLS_IN_SYNC} at most are allowed")
+
+
 @standby_fault("disk error in a promotion")
 def _fail_promotion(episode: Episode, victim: str, leader: Child, standby: Child) -> bool:
     """Lose a pserver with its disk, and let the disk of the standby fail once while it becomes the pserver."""
@@ -112,6 +143,16 @@ def _fail_promotion(episode: Episode, victim: str, leader: Child, standby: Child
     continue_coordinator(episode, coordinator)
     _check_replaced(episode, victim, leader, "which has ended")
     return has_stopped
+
+
+@standby_fault("tokens reach a standby late")
+def _rotate_tokens(episode: Episode, victim: str, leader: Child, standby: Child) -> None:
+    """Rotate the tokens twice before a standby receives them: for a while the coordinator refuses its token."""
+    with episode.cluster.keep_tokens(standby):
+        for _ in range(2):
+            episode.cluster.rotate_tokens()
+            episode.sleep(ROTATION_SECONDS, ROTATION_SECONDS)
+        episode.sleep(0.5, LEASE_SECONDS)
 
 
 @standby_fault("zombie writer", lambda setup: has_standbys(setup) and setup.checkpoint_rounds == 50)
@@ -146,3 +187,17 @@ def _wake_writer(episode: Episode, victim: str, leader: Child, standby: Child) -
     episode.lose(victim)
     episode.sleep(STALL_SECONDS, STALL_SECONDS)  # for the watch to read the checkpoint again
     return True
+
+
+@fault("copy by a reader", "coordinator", lambda setup: not setup.num_standbys)
+def _copy_shard(episode: Episode, victim: str) -> bool:
+    cluster, index = episode.cluster, episode.chance.randrange(episode.setup.num_pservers)
+    query = {"run": cluster.status().run, "attempt": max(record["attempt"] for record in episode.reader.records)}
+    with cluster.connect(seconds=CHANGE_SECONDS, address=cluster.find_address(cluster.pservers[index])) as http:
+        episode.note(f"copy: {http.get(routes.SHARD_COPY, params=query).status_code}")
+    began = time.monotonic()
+    episode.kill(victim)
+    episode.sleep(LEASE_SECONDS + STANDSTILL_SECONDS, LEASE_SECONDS + STANDSTILL_SECONDS + 2)
+    return check_steps(
+        episode, began, f"the coordinator was away, after a reader had copied the shard of pserver {index}"
+    )

@@ -26,7 +26,7 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
 
 OTHERS = (
     "hanging log", "one-way partition of a pserver", "pserver and place of checkpoints lost", "zombie writer",
-    "one-way partition of a standby",
+    "one-way partition of a standby", "stalling standby",
 )  # fmt: skip
 
 
