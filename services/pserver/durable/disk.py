@@ -10,7 +10,6 @@ Once it is registered:              write_incarnation()   fences off the earlier
 For every installation:             open_run()            begins a run's state, or resumes at the requested round
 
 A standby, for every copy:          begin_replica()       writes the copy, and begins a log behind it
-After a rollback:                   return_replica()      restores the replica in its own folder
 Once it is promoted:                adopt_replica()       holds the replica in memory like a run that open() restored
 """
 
@@ -338,25 +337,6 @@ class Disk:
             raise
         self._storage = storage
         return storage
-
-    def return_replica(self, install: InstallRun) -> tuple[RunStorage, Restored] | None:
-        """Return to the round that the run of the replica was rolled back to; None if the folder does not lead there.
-
-        The replica may have missed an earlier rollback, so that the leader has to confirm the chain of that round.
-        """
-        assert self.folder is not None
-        assert self._storage is not None
-        known = self.folder.identity.run
-        if known is None or known.run != install.run or install.restore is None:
-            return None
-        self._storage.close()
-        self._storage = RunStorage(install, self.folder.index, self.folder.log_path)
-        restored = self._storage.restore(install.restore)
-        if restored is None:
-            return None
-        self._storage.resume(restored, install)
-        self.folder.write_identity(0, install)
-        return self._storage, restored
 
     def adopt_replica(self, restored: Restored) -> None:
         """Hold the run of the replica, whose shard has the newest logged update, like one that was restored."""

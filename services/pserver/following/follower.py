@@ -5,8 +5,6 @@
                             ├──────────────┼─────────────────────┘
                             └──────────────┴── another run or attempt, other updates, damage, a difference
 
-After a rollback the replica goes back in its own folder, which spares the copy if the folder leads to that round.
-
 The updates of another incarnation are continued if its log contains the newest update of the replica. With durability
 `replicated` the leader acknowledges an update once this process asks for the updates behind it. After a fence nothing
 of that incarnation is received or confirmed. The fence is answered once the replica has applied what it had confirmed,
@@ -33,13 +31,12 @@ from services.runtime.logs import get_logger
 from ..durable.disk import Disk
 from ..durable.records import Record
 from ..durable.snapshot_writer import SnapshotWriter
-from ..durable.storage import Restored, RunStorage
 from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
 from ..waits import wait_for_any
 from .lag import Lag
-from .leader import OTHER_UPDATES, Leader, check_software
+from .leader import Leader, check_software
 from .replica import Replica, restore_copy
 
 log = get_logger()
@@ -54,7 +51,8 @@ STEADY_SECONDS = 5.0  # after which a connection counts as working, so that the 
 
 # The leader and this process cannot work together, so that trying again would not help.
 REFUSALS = frozenset({"no_update_log", "replica_mismatch", "unsupported_format"})
-_BROKEN = OTHER_UPDATES | {"malformed_frame"}  # the replica cannot be continued
+# The replica cannot be continued.
+_BROKEN = frozenset({"updates_gone", "diverged", "future_round", "malformed_frame"})
 
 
 class Follower:
@@ -274,14 +272,14 @@ class Follower:
             await self._apply_updates(leader, served.installed, named)
 
     async def _begin_replica(self, leader: Leader, installed: InstallRun) -> None:
-        """Begin in the own folder after a rollback, else with a copy of the shard, which is on the disk then."""
-        was_sound = self.replica is not None  # else its folder may be damaged
+        """Begin with a copy of the shard, which is on the disk then."""
         await self._discard_replica(StalePserver(f"pserver {self.index} was rolled back, or serves another run"))
         if self._writer is not None:
-            await self._writer.wait_for_writes()  # to the folder that is cleared, or restored
+            await self._writer.wait_for_writes()  # to the folder that is cleared
+        data = await leader.read_copy(installed.run, installed.attempt)
+        restored = await self._compute.run(restore_copy, installed, self.index, data)
         try:
-            begun = await self._return(leader, installed) if was_sound else None
-            storage, restored = begun or await self._copy_shard(leader, installed)
+            storage = await asyncio.to_thread(self._disk.begin_replica, installed, self.index, data, restored)
         except OSError as error:
             raise TryAgain(f"the standby cannot write its replica of pserver {self.index}: {error}") from error
         self.replica = replica = Replica(
@@ -291,21 +289,8 @@ class Follower:
         self._writer, self._num_unchecked = replica.writer, 0
         self.lag.reset(replica.round)
         self.report_is_due.set()
-        event = "replica copied" if begun is None else "replica restored"
-        log.info(event, pserver=self.index, run=installed.run, round=replica.round)
-
-    async def _return(self, leader: Leader, installed: InstallRun) -> tuple[RunStorage, Restored] | None:
-        """Return the replica after the round of a rollback, or None if the log of the leader has other updates."""
-        begun = await asyncio.to_thread(self._disk.return_replica, installed)
-        newest = None if begun is None else begun[0].newest_update
-        return begun if newest is not None and await leader.has_update(installed, *newest) else None
-
-    async def _copy_shard(self, leader: Leader, installed: InstallRun) -> tuple[RunStorage, Restored]:
-        data = await leader.read_copy(installed.run, installed.attempt)
-        restored = await self._compute.run(restore_copy, installed, self.index, data)
-        storage = await asyncio.to_thread(self._disk.begin_replica, installed, self.index, data, restored)
         self._metrics.replica_copies.inc()
-        return storage, restored
+        log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round)
 
     async def _apply_updates(self, leader: Leader, installed: InstallRun, named: StandbyAnswer) -> NoReturn:
         """Confirm, log and apply updates while the next ones, and no more, are received.

@@ -13,8 +13,7 @@ import torch
 from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_http2.client import BODY_READER_EXTENSION, ResponseBody
 from ps_protocol import routes
-from ps_protocol.errors import BadInput, Conflict, GradpostError, StalePserver
-from ps_protocol.membership import InstallRun
+from ps_protocol.errors import BadInput, Conflict, StalePserver
 from ps_protocol.standbys import ServedRun, ShardDigests
 from ps_protocol.vocabulary import Incarnation, Round
 
@@ -28,9 +27,6 @@ RUN_SECONDS = 2.0
 DIGEST_SECONDS = 10.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
-
-# The updates of the leader do not continue those of the replica.
-OTHER_UPDATES = frozenset({"updates_gone", "diverged", "future_round"})
 
 
 class Updates(NamedTuple):
@@ -79,21 +75,6 @@ class Leader:
         if at != len(body):
             raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
         return memoryview(body)
-
-    async def has_update(self, installed: InstallRun, round_: Round, chain: str) -> bool:
-        """Return whether the update of this round, with this chain, is in the log of the leader."""
-        query: dict[str, Any] = {"run": installed.run, "attempt": installed.attempt, "after": round_, "digest": chain}
-        timeout = httpx.Timeout(SILENCE_SECONDS)
-        try:
-            async with self._http.stream(
-                "GET", self._address + routes.UPDATES, params=query, timeout=timeout
-            ) as answer:
-                await _raise_for_answer(answer)
-        except GradpostError as error:
-            if error.code in OTHER_UPDATES:
-                return False
-            raise
-        return True
 
     async def ask_for_updates(self, replica: Replica, instance: str, incarnation: Incarnation) -> httpx.Response:
         """Ask for the updates behind the newest one that a replica holds, which confirms that, for this standby.
