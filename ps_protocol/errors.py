@@ -249,7 +249,7 @@ _TABLE = (  # code, family, status, may be retried, meaning
     ("stopping", TryAgain, 503, True, "the pserver stops; its next incarnation or a standby answers the same request"),
     ("slow_body", TryAgain, 408, True, "the body did not arrive in time and was discarded"),
     ("ended", Ended, 410, False, "the event that the caller waits for will not happen"),
-    ("updates_gone", UpdatesGone, 410, False, "the log no longer reaches back to the round; see `begin`"),
+    ("updates_gone", UpdatesGone, 410, False, "the log no longer reaches back to the round; begin with a copy"),
     ("trainer_lost", TrainerLost, 410, False, "a trainer is lost, and the policy does not let the run continue"),
     ("trainer_left", Ended, 410, False, "a trainer of a ring left before the last round"),
     ("ring_broken", Ended, 504, False, "the ring's connections broke, and no trainer was lost; trainers raise it"),

@@ -26,7 +26,6 @@ BUFFERS = "/v1/buffers"
 # pserver: replication
 UPDATES = "/v1/updates"
 SHARD_COPY = "/v1/shard/copy"
-SHARD_DIGESTS = "/v1/shard/digests"
 # standby: fail-over
 FENCE_STANDBY = "/v1/standby/fence"
 PROMOTE_STANDBY = "/v1/standby/promote"

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from .fields import (
     MAX_MEMBERS,
-    MAX_TENSORS,
     BaseUrl,
     Count,
     Flag,
@@ -17,7 +16,6 @@ from .fields import (
     Instance,
     Label,
     Message,
-    Name,
     Number,
     Ordinal,
     ProcessFigures,
@@ -115,10 +113,3 @@ class ServedRun(Message):
     installed: InstallRun
     torch: Label
     cpu: Label = Field(description="`torch.backends.cpu.get_cpu_capability()`")
-
-
-class ShardDigests(Message):
-    """The digest of each block of a shard after a round, and of each buffer."""
-
-    round: Round
-    digests: Annotated[dict[Name, Label], Field(max_length=2 * MAX_TENSORS)]

@@ -113,11 +113,8 @@ class PserverMetrics:
         )
         self.replica_updates = counter("gradpost_replica_updates", "Updates that were applied to replicas.")
         self.replica_copies = counter("gradpost_replica_copies", "Copies of the shard that a replica began with.")
-        self.replica_comparisons = counter(
-            "gradpost_replica_comparisons", "Comparisons of the replica's digests with the leader's."
-        )
         self.replica_differences = counter(
-            "gradpost_replica_differences", "Comparisons that found a block that differs."
+            "gradpost_replica_differences", "Digests that showed that the replica differs from its leader."
         )
         gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.").set_function(
             lambda: compute.num_jobs

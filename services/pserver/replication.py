@@ -6,7 +6,7 @@ Both are made of the bytes that the pserver writes to its disk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
@@ -18,12 +18,11 @@ from ps_protocol import routes
 from ps_protocol.errors import Conflict, GradpostError, StaleRun
 from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.standbys import ServedRun, ShardDigests
+from ps_protocol.standbys import ServedRun
 from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
 from services.runtime.security import may_administer
 
-from .durable.log_reader import Records, is_at_end
 from .durable.storage import RunStorage
 from .pserver import Pserver
 from .run.run import Run
@@ -50,7 +49,7 @@ class UpdatesReply(Response):
         wait_seconds: float,
         standby: Instance | None,
     ) -> None:
-        super().__init__(media_type=UPDATES_TYPE)
+        super().__init__()
         self._places = places
         self._run = run
         self._storage = _require_log(run)
@@ -66,16 +65,17 @@ class UpdatesReply(Response):
         try:
             async with self._places.slot():
                 records = await self._find_records(left)
-                try:
-                    await self._send(records, send)
-                finally:
-                    if records is not None:
-                        records.close()
+                tail = self._storage.log.tail
+                headers = {
+                    "gradpost-incarnation": str(self._run.installed.incarnation),
+                    "gradpost-round": str(self._after if tail is None else tail.round),
+                }
+                await Response(records, headers=headers, media_type=UPDATES_TYPE)(scope, receive, send)
         finally:
             left.cancel()
 
-    async def _find_records(self, left: asyncio.Task[None]) -> Records | None:
-        """Return the next records, or None if there are none in time."""
+    async def _find_records(self, left: asyncio.Task[None]) -> bytes:
+        """Return the next records, or nothing if there are none in time."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -84,17 +84,15 @@ class UpdatesReply(Response):
 
         left.add_done_callback(lambda _: changed.set())
         log, deadline = self._storage.log, loop.time() + self._wait_seconds
-        log.add_waker(wake)
-        confirmation = 0
-        records: Records | None
+        log.wakers.add(wake)
+        confirmation, records = 0, b""
         try:
             while True:
                 changed.clear()
                 failure = self._run.failure  # before the read, which then finds the last update
                 try:
-                    records = None
-                    if not is_at_end(log, self._after, self._chain):  # no thread for an idle pserver
-                        records = await asyncio.to_thread(self._storage.find_records, self._after, self._chain)
+                    if not log.is_newest(self._after, self._chain):  # no thread for an idle pserver
+                        records = await asyncio.to_thread(log.read_behind, self._after, self._chain)
                 except GradpostError:
                     self._run.check_failure()  # which may have closed the log
                     raise
@@ -102,35 +100,17 @@ class UpdatesReply(Response):
                     raise self._run.storage_failed("read its log", error) from error
                 if self._standbys is not None and not confirmation:
                     confirmation = self._standbys.confirm(self._standby, self._after)
-                if records is None and failure is not None:
+                if not records and failure is not None:
                     self._run.check_failure()
-                if records is not None or loop.time() >= deadline or left.done():
+                if records or loop.time() >= deadline or left.done():
                     return records
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await changed.wait()
         finally:
-            log.remove_waker(wake)
+            log.wakers.discard(wake)
             if left.done() and self._standbys is not None:
                 self._standbys.remove(self._standby, confirmation)
-
-    async def _send(self, records: Records | None, send: Send) -> None:
-        num_bytes = 0 if records is None else records.end - records.begin
-        tail = self._storage.log.tail
-        headers = {
-            "content-type": UPDATES_TYPE,
-            "content-length": str(num_bytes),
-            "gradpost-incarnation": str(self._run.installed.incarnation),
-            "gradpost-round": str(self._after if tail is None else tail.round),
-        }
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        at = 0 if records is None else records.begin
-        while records is not None and at < records.end:
-            part = await asyncio.to_thread(records.read, at, PART_BYTES)
-            at += len(part)
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
 
 
 def _require_log(run: Run) -> RunStorage:
@@ -176,7 +156,6 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     # Of standbys that may lead, and of all other readers, which would keep the former from a copy.
     places = {may_lead: LargeReplies(max_at_once=MAX_READERS) for may_lead in (True, False)}
     copies = {may_lead: LargeReplies(max_at_once=1) for may_lead in (True, False)}
-    digests = LargeReplies(max_at_once=1)
     binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
     def check_run(run: str, attempt: int) -> Run:
@@ -232,15 +211,3 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         """Return values, optimizer state and history of this shard, as of one round: the file of a checkpoint."""
         served = check_run(run, attempt)
         return LargeReply(copies[may_administer(request.scope)], lambda: copy_shard(served), CONTENT_TYPE)
-
-    @app.get(routes.SHARD_DIGESTS, tags=["replication"])
-    async def shard_digests(run: Identifier, attempt: OrdinalText) -> ShardDigests:
-        """Return the digest of each block after the newest round; reading the shard delays the next round."""
-        served = check_run(run, attempt)
-        served.check_readable()
-
-        def read(metadata: Mapping[str, str]) -> ShardDigests:
-            return ShardDigests(round=int(metadata["round"]), digests=served.shard.digest_blocks())
-
-        async with digests.slot():
-            return await served.read_between_updates(read)

@@ -49,7 +49,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     # followers of a pserver
     ("GET", routes.UPDATES): "replicate",
     ("GET", routes.SHARD_COPY): "replicate",
-    ("GET", routes.SHARD_DIGESTS): "replicate",
     ("GET", routes.RUN): "replicate",
     ("POST", routes.REPORT_STANDBY): "replicate",
     # trainers

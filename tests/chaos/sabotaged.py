@@ -13,9 +13,7 @@ from ps_protocol.requests import PushAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.coordinator import checkpoints, failover
 from services.coordinator.failover import FailOver
-from services.pserver.durable.log_reader import Records
 from services.pserver.durable.records import Buffer
-from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.rounds import Rounds
@@ -26,7 +24,7 @@ from services.runtime.checkpoints import round_folder
 from services.runtime.storage import CheckpointStorage
 
 _push, _append, _required = Run.push, UpdateLog.append, Rounds.required
-_delete_others, _find_records = checkpoints._delete_others, RunStorage.find_records
+_delete_others, _read_behind = checkpoints._delete_others, UpdateLog.read_behind
 
 LATE_SECONDS = 0.3  # of each answer to a standby
 
@@ -98,11 +96,11 @@ def break_promotion() -> None:
 def break_confirmations() -> None:
     """Acknowledge updates that standbys do not hold yet, and send them to standbys late."""
 
-    def find_records(self: RunStorage, after: Round, chain: str | None) -> Records | None:
+    def read_behind(self: UpdateLog, round_: Round, chain: str | None) -> bytes:
         threading.Event().wait(LATE_SECONDS)
-        return _find_records(self, after, chain)
+        return _read_behind(self, round_, chain)
 
-    RunStorage.find_records = find_records  # type: ignore[method-assign]
+    UpdateLog.read_behind = read_behind  # type: ignore[method-assign]
     StandbyConfirmations.find_missing = lambda self, round_: []  # type: ignore[method-assign]
 
 

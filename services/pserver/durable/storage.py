@@ -27,7 +27,6 @@ from ..shard.history import History
 from ..shard.optimizer_blocks import LoadedState
 from ..shard.shard import Shard
 from ..shard.shard_state import ShardState
-from .log_reader import Records, find_records
 from .replay import replay_update
 from .snapshots import Snapshots, read_digest
 from .update_log import LoggedUpdate, UpdateLog
@@ -237,10 +236,6 @@ class RunStorage:
             restored.shard.published.discard_deltas()
         restored.is_short = self.has_log and newest is None and self.log.is_short
 
-    def find_records(self, after: Round, chain: str | None) -> Records:
-        """Return the records of the log behind a round: see `find_records`."""
-        return find_records(self.log, after, chain, lambda: max(self.rounds, default=0))
-
     def find_restorable(self, newest: Round | None = None) -> Ranges:
         """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
 
@@ -277,5 +272,5 @@ class RunStorage:
 
     def close(self) -> None:
         """Close the log. Its readers end, since another attempt may overwrite the end of the file that they read."""
-        self.log.positions = None, []
+        self.log.positions = []
         self.log.close()

@@ -18,12 +18,12 @@ import json
 import os
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from ps_protocol.errors import Conflict, FutureRound, UpdatesGone
 from ps_protocol.frames import encode_header
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
@@ -34,7 +34,7 @@ from services.runtime.storage import Buffer, check_format, sync_folder
 
 from .records import MARK_BYTES, PREVIOUS_KEY, Ending, Record, append_record, read_records
 
-FORMAT = 2
+FORMAT = 3
 
 log = get_logger()
 
@@ -67,6 +67,7 @@ class LoggedUpdate:
     present: tuple[str, ...] | None
     nonfinite: tuple[Rank, ...] = ()  # the ranks because of which the round stepped nothing
     norm: ShardNorm | None = None  # before clipping
+    shard: str | None = None  # digest of the shard before the update, in some updates
     loaded: str | None = None  # describes the loaded optimizer state, which is the end of the data
 
     def to_metadata(self) -> dict[str, str]:
@@ -91,42 +92,43 @@ class Position(NamedTuple):
     """The end of an update in a segment, and its chain."""
 
     round: Round
+    segment: Segment
     end: int
     chain: str
 
 
-MAX_POSITIONS = 4096  # are kept of the newest segment; the earlier ones are read
+MAX_POSITIONS = 4096  # of updates that can be read by standbys
+MAX_READ_BYTES = 1 << 23  # of records that are read together, unless the first one is larger
 
 
 class UpdateLog:
     """One pserver's log of one run. Synchronous; used by one thread at a time. Every method may raise OSError.
 
-    Readers on other threads use `tail`, and the methods that name readers.
+    Readers on other threads use `tail` and `wakers`, and the methods that name readers.
     """
 
     def __init__(self, folder: Path, durability: Durability) -> None:
         self.folder = folder
         self.is_short = False  # whether the updates that were read last end before the log did
-        self._wakers: tuple[Callable[[], None], ...] = ()  # of readers
-        self._opened: Counter[Segment] = Counter()  # by readers
-        self._opening = threading.Lock()
+        self.wakers: set[Callable[[], None]] = set()  # of readers; called after each update, on its thread
+        self._reading = threading.Lock()  # held while a file is read that may become the spare one
         self._spare = folder / "spare"
         self.durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
-        # The newest segment, its base or a later update in it, and all updates behind that.
-        self.positions: tuple[Segment | None, list[Position]] = (None, [])
+        self.positions: list[Position] = []  # the newest update, or the round that the log begins after; those before
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def tail(self) -> Position | None:
         """The newest update, or the round that the log begins after; None before that, and once the log is closed."""
-        positions = self.positions[1]
+        positions = self.positions
         return positions[-1] if positions else None
 
     @property
     def num_bytes(self) -> int:
         """Size of the newest segment's records; its file may be longer."""
-        return 0 if self.tail is None else self.tail.end
+        tail, newest = self.tail, self._newest
+        return tail.end if tail is not None and newest is not None and tail.segment == newest[0] else 0
 
     def append(self, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
@@ -155,11 +157,10 @@ class UpdateLog:
         except OSError as error:
             error.filename = str(segment.path)  # which no error of a file descriptor names
             raise
-        self.positions[1].append(Position(round_, end, chain))
-        if len(self.positions[1]) > 2 * MAX_POSITIONS:
-            self.positions = segment, self.positions[1][MAX_POSITIONS:]
-        if self._wakers:
-            self.wake_readers()
+        self.positions.append(Position(round_, segment, end, chain))
+        if len(self.positions) > 2 * MAX_POSITIONS:
+            self.positions = self.positions[MAX_POSITIONS:]
+        self.wake_readers()
         reach_failpoint("log.append.after")
 
     def _sync(self, fd: int) -> None:
@@ -173,7 +174,7 @@ class UpdateLog:
     def begin_segment(self, round_: Round, chain: str | None = None) -> None:
         """Write the updates after this round to a new file, or go on with the old one if there can be none.
 
-        `chain` is that of the round, by default that of the newest update.
+        `chain` is that of the round, by default that of the newest update. With it earlier updates cannot be read.
         """
         if self._newest is not None and self._newest[0].base == round_:
             return  # nothing was applied since it was begun
@@ -187,11 +188,9 @@ class UpdateLog:
             log.warning("the log cannot begin a new file and continues in the old one", round=round_, error=str(error))
             return
         self.close()
-        if chain is None:
-            assert self.tail is not None
-            chain = self.tail.chain
         self._newest = segment, fd
-        self.positions = segment, [Position(round_, 0, chain)]
+        if chain is not None:
+            self.positions = [Position(round_, segment, 0, chain)]
 
     def _create_segment(self, base: Round) -> tuple[Segment, int]:
         """Return a segment without records, made of the spare one if there is one, and its open file.
@@ -221,20 +220,27 @@ class UpdateLog:
         if not segments:
             self.begin_segment(round_, chain)
             return
-        segment, end, newest, found = segments[-1], 0, segments[-1].base, None
+        segment = segments[-1]
+        positions: list[Position] = []
         for item in _read_segment(segment):
             if isinstance(item, Ending):
                 break
             if (logged := LoggedUpdate.from_record(item).round) > round_:
                 log.warning("cutting off the end of the log", file=segment.path.name, round=round_)
                 break
-            end, newest, found = item.end, logged, item.chain
+            before = Position(logged - 1, segment, item.begin, item.frame.metadata[PREVIOUS_KEY])
+            positions = positions or [before]
+            positions.append(Position(logged, segment, item.end, item.chain))
+        self.positions = positions or [Position(segment.base, segment, 0, chain)]
+        newest = self.positions[-1]
         fd = os.open(segment.path, os.O_WRONLY)
         self._newest = segment, fd
-        self.positions = segment, [Position(newest, end, chain)]
-        os.ftruncate(fd, end)
+        os.ftruncate(fd, newest.end)
         os.fsync(fd)
-        if newest != round_ or found not in (None, chain):  # a part of the log is lost: the next record does not follow
+        if (newest.round, newest.chain) != (
+            round_,
+            chain,
+        ):  # a part of the log is lost, and the next record follows none
             self.close()
             self.begin_segment(round_, chain)
 
@@ -272,41 +278,52 @@ class UpdateLog:
         for segment, following in itertools.pairwise(list_segments(self.folder)):
             if following.base > oldest:
                 break
-            with self._opening:
-                if self._opened[segment]:
-                    segment.path.unlink()  # its readers may finish it
-                else:
-                    segment.path.replace(self._spare)
+            with self._reading:
+                segment.path.replace(self._spare)
 
     # ------------------------------------------------------------------ readers
 
-    def open_segment(self, segment: Segment) -> int:
-        """Return a descriptor of a segment for a reader. It is not reused before `close_segment`."""
-        with self._opening:
-            fd = os.open(segment.path, os.O_RDONLY)
-            self._opened[segment] += 1
-            return fd
-
-    def close_segment(self, segment: Segment, fd: int) -> None:
-        """Close the descriptor of a reader."""
-        with self._opening:
-            self._opened[segment] -= 1
-            if not self._opened[segment]:
-                del self._opened[segment]
-        os.close(fd)
-
-    def add_waker(self, wake: Callable[[], None]) -> None:
-        """Call `wake` after each update, on the thread that appends it."""
-        self._wakers = (*self._wakers, wake)
-
-    def remove_waker(self, wake: Callable[[], None]) -> None:
-        """Stop calling `wake`."""
-        self._wakers = tuple(other for other in self._wakers if other is not wake)
-
     def wake_readers(self) -> None:
         """Call all wakers."""
-        for wake in self._wakers:
+        for wake in list(self.wakers):
             wake()
+
+    def is_newest(self, round_: Round, chain: str | None) -> bool:
+        """Return whether the update of this round, which has this chain, if it is known, is the newest one.
+
+        Reads no file. Raises FutureRound, and Conflict (`diverged`) for another chain.
+        """
+        tail = self.tail
+        if tail is None or round_ > tail.round:
+            raise FutureRound(f"the log ends before round {round_}", current=0 if tail is None else tail.round)
+        if round_ == tail.round:
+            _check_chain(tail, chain)
+        return round_ == tail.round
+
+    def read_behind(self, round_: Round, chain: str | None) -> bytes:
+        """Return whole records behind the update of this round, which is not the newest one: see `is_newest`.
+
+        Blocks. Raises UpdatesGone, Conflict (`diverged`), and OSError, also once the log is closed.
+        """
+        known = self.positions[:]
+        gone = UpdatesGone(f"the log does not reach back to round {round_}; begin with a later copy")
+        if not known or round_ < known[0].round:
+            raise gone
+        before, *later = known[round_ - known[0].round :]  # their rounds follow one another
+        _check_chain(before, chain)
+        segment = later[0].segment
+        begin = before.end if before.segment == segment else 0
+        ends = [each.end for each in later if each.segment == segment and each.end - begin <= MAX_READ_BYTES]
+        end = max(ends, default=later[0].end)
+        try:
+            with self._reading, segment.path.open("rb") as file:
+                file.seek(begin)
+                data = file.read(end - begin)
+        except FileNotFoundError:
+            raise gone from None
+        if len(data) < end - begin or self.tail is None:  # another attempt may overwrite the file of a closed log
+            raise OSError(f"{segment.path} ends before its records, or is closed")
+        return data
 
     # ------------------------------------------------------------------ the end
 
@@ -331,3 +348,9 @@ def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
     """Yield the records of a segment and its ending."""
     with segment.path.open("rb", buffering=0) as file:
         yield from read_records(file.fileno(), segment.mark)
+
+
+def _check_chain(position: Position, chain: str | None) -> None:
+    if chain not in (None, position.chain):
+        text = f"the updates up to round {position.round} are others here"
+        raise Conflict(text, code="diverged", current=position.round)

@@ -23,7 +23,7 @@ from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, 
 from ps_protocol.fields import Instance
 from ps_protocol.membership import InstallRun, PserverRegistered
 from ps_protocol.retry import choose_backoff
-from ps_protocol.standbys import FenceStandby, ShardDigests, StandbyAnswer
+from ps_protocol.standbys import FenceStandby, StandbyAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -41,10 +41,6 @@ from .replica import Replica, restore_copy
 
 log = get_logger()
 
-COMPARED_UPDATES = 1000  # between two comparisons of digests
-IDLE_COMPARISON_SECONDS = 10.0  # between two comparisons while updates are rare
-IDLE_SHARE = 0.01  # of the time, at most, that such comparisons take
-HURRY_SECONDS = 1.0  # for which a received update waits for a comparison
 FENCE_SECONDS = 1.5  # for which a fence waits for confirmed updates: less than the coordinator's request
 LOG_RETRY_SECONDS = 0.1
 STEADY_SECONDS = 5.0  # after which a connection counts as working, so that the next failure is the first one
@@ -95,11 +91,6 @@ class Follower:
         self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is received or confirmed
         self._updating = asyncio.Lock()  # held while an update is logged and applied
         self._is_applied = asyncio.Event()  # another update is applied, or none of those in memory will be
-        self._must_hurry = asyncio.Event()  # a comparison must not wait for the leader
-        self._expected: ShardDigests | None = None  # those of the leader, for a round that comes
-        self._num_unchecked = 0
-        self._compared_at = -IDLE_COMPARISON_SECONDS
-        self._comparison_seconds = 0.0
         self._logged = ""
         metrics.replica_round.set_function(lambda: self.replica.round if self.replica else 0)
         metrics.lag_rounds.set_function(lambda: self.lag.rounds)
@@ -181,7 +172,6 @@ class Follower:
 
     async def _discard_replica(self, reason: GradpostError) -> None:
         replica, self.replica = self.replica, None
-        self._expected = None
         self._is_applied.set()
         if replica is not None:
             log.warning("the replica is discarded", round=replica.round, reason=str(reason))
@@ -209,7 +199,6 @@ class Follower:
             text = f"this standby follows a later incarnation of pserver {self.index}"
             raise StalePserver(text, current=installed.incarnation)
         self._fenced = max(self._fenced, message.incarnation)
-        self._must_hurry.set()
         if not await self._apply_held(replica) or self.replica is not replica or replica.round < replica.confirmed:
             text = "the replica lacks an update that it has confirmed"
             raise NotReady(text, waiting_for=f"a copy of the shard of pserver {self.index}")
@@ -286,7 +275,7 @@ class Follower:
             installed, self.index, restored=restored, storage=storage, compute=self._compute, pool=self._pool,
             metrics=self._metrics,
         )  # fmt: skip
-        self._writer, self._num_unchecked = replica.writer, 0
+        self._writer = replica.writer
         self.lag.reset(replica.round)
         self.report_is_due.set()
         self._metrics.replica_copies.inc()
@@ -301,7 +290,6 @@ class Follower:
         """
         replica = self.require_replica()
         replica.discard_held()
-        self._must_hurry.clear()
         updates: list[tuple[LoggedUpdate, Record]] = []
         handling: asyncio.Task[None] | None = None
         asking: asyncio.Task[httpx.Response] | None = None
@@ -315,8 +303,8 @@ class Follower:
                 asking.add_done_callback(lambda task: task.cancelled() or task.exception())
                 if updates or handling is None or handling.done():
                     if handling is not None:
-                        await self._wait_for(handling)
-                    handling = asyncio.create_task(self._handle_updates(updates, replica, leader))
+                        await handling
+                    handling = asyncio.create_task(self._handle_updates(updates, replica))
                 records, newest = await leader.read_updates(await asking, replica)
                 self._check_leader(named)
                 replica.installed, self.lost = installed, 0
@@ -331,20 +319,12 @@ class Follower:
         finally:
             if asking is not None:
                 asking.cancel()
-            self._must_hurry.set()
             try:
                 if handling is not None:
                     await handling
             finally:
                 replica.discard_held()
                 self._is_applied.set()
-
-    async def _wait_for(self, handling: asyncio.Task[None]) -> None:
-        """Wait for the handling of a record, while another one has been received."""
-        await asyncio.wait({handling}, timeout=HURRY_SECONDS)
-        self._must_hurry.set()
-        await handling
-        self._must_hurry.clear()
 
     def _check_leader(self, named: StandbyAnswer) -> None:
         newest = self.leader
@@ -353,16 +333,12 @@ class Follower:
         if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
             raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
-    async def _handle_updates(
-        self, updates: Sequence[tuple[LoggedUpdate, Record]], replica: Replica, leader: Leader
-    ) -> None:
+    async def _handle_updates(self, updates: Sequence[tuple[LoggedUpdate, Record]], replica: Replica) -> None:
         for update, record in updates:
             async with self._updating:
                 await self._apply(update, record, replica)
-            await self._compare_if_due(replica, leader, is_idle=False)
         if not updates:
             self._logged = ""
-            await self._compare_if_due(replica, leader, is_idle=True)
 
     async def _apply(self, update: LoggedUpdate, record: Record, replica: Replica) -> None:
         """Log an update and apply it. While the disk fails, the update stays in memory, since it may be confirmed."""
@@ -373,6 +349,11 @@ class Follower:
             except OSError as error:
                 replica.has_failed_to_log = True
                 self._log_problem(f"the standby cannot log an update of pserver {self.index}: {error}")
+            except Conflict as error:
+                self._metrics.replica_differences.inc()
+                log.error("the replica differs from its leader", pserver=self.index, round=replica.round)
+                await self._discard_replica(error)
+                raise
             except Exception as error:
                 log.exception("an update cannot be applied", round=update.round)
                 broken = TryAgain(f"an update of pserver {self.index} cannot be applied: {error}")
@@ -381,55 +362,6 @@ class Follower:
             await asyncio.sleep(LOG_RETRY_SECONDS)
         replica.has_failed_to_log = False
         self._is_applied.set()
-        self._num_unchecked += 1
         self._metrics.replica_updates.inc()
         self.lag.note_applied(replica.round, record.end - record.begin)
         await replica.snapshot_if_due()
-
-    # ------------------------------------------------------------------ comparison
-
-    async def _compare_if_due(self, replica: Replica, leader: Leader, *, is_idle: bool) -> None:
-        """Compare the replica with the leader, which returns the digests of its newest round.
-
-        No update is applied meanwhile, so that the replica is not beyond that round.
-        """
-        now = asyncio.get_running_loop().time()
-        if self._expected is None and self._is_due(now, is_idle=is_idle):
-            self._compared_at, self._num_unchecked = now, 1  # after an error the next one is due as late
-            reading = asyncio.create_task(leader.read_digests(replica))
-            hurrying = asyncio.create_task(self._must_hurry.wait())
-            try:
-                await asyncio.wait({reading, hurrying}, return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():
-                    return
-                self._expected = reading.result()
-            except (httpx.TransportError, ValueError, GradpostError):
-                return  # the leader is busy, or does not answer
-            finally:
-                reading.cancel()
-                hurrying.cancel()
-            self._comparison_seconds = asyncio.get_running_loop().time() - now
-            self._num_unchecked = 0
-        if self._expected is not None and self._expected.round <= replica.round:
-            await self._compare(replica, self._expected)
-
-    def _is_due(self, now: float, *, is_idle: bool) -> bool:
-        if not is_idle:
-            return self._num_unchecked >= COMPARED_UPDATES
-        pause = max(IDLE_COMPARISON_SECONDS, self._comparison_seconds / IDLE_SHARE)
-        return self._num_unchecked > 0 and now - self._compared_at >= pause
-
-    async def _compare(self, replica: Replica, expected: ShardDigests) -> None:
-        self._expected = None
-        if expected.round != replica.round:
-            return
-        self._metrics.replica_comparisons.inc()
-        name = await replica.find_difference(expected.digests)
-        if name is None:
-            return
-        self._metrics.replica_differences.inc()
-        log.error("the replica differs from its leader", pserver=self.index, block=name, round=replica.round)
-        text = f"{name!r} of the replica differs from that of pserver {self.index} after round {replica.round}"
-        error = Conflict(text, code="diverged", current=replica.round)
-        await self._discard_replica(error)
-        raise error

@@ -14,17 +14,16 @@ from ps_config.control_client import may_be_problem, raise_for_problem
 from ps_http2.client import BODY_READER_EXTENSION, ResponseBody
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, StalePserver
-from ps_protocol.standbys import ServedRun, ShardDigests
+from ps_protocol.standbys import ServedRun
 from ps_protocol.vocabulary import Incarnation, Round
 
-from ..durable.log_reader import MAX_READ_BYTES
 from ..durable.records import Record, parse_records
+from ..durable.update_log import MAX_READ_BYTES
 from .replica import Replica
 
 POLL_SECONDS = 0.1  # for which the leader waits for an update before it answers that there is none
 SILENCE_SECONDS = 0.5  # of the leader while it owes an answer, or a part of it
 RUN_SECONDS = 2.0
-DIGEST_SECONDS = 10.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
 
@@ -48,17 +47,10 @@ class Leader:
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
-        return ServedRun.from_answer(await self._get(routes.RUN, RUN_SECONDS))
-
-    async def read_digests(self, replica: Replica) -> ShardDigests:
-        """Return the digests of the pserver's blocks after its newest round."""
-        return ShardDigests.from_answer(await self._get(routes.SHARD_DIGESTS, DIGEST_SECONDS, **_identify(replica)))
-
-    async def _get(self, path: str, seconds: float, **query: Any) -> bytes:
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-        response = await self._http.get(self._address + path, params=query, timeout=timeout)
+        timeout = httpx.Timeout(RUN_SECONDS, connect=CONNECT_SECONDS)
+        response = await self._http.get(self._address + routes.RUN, timeout=timeout)
         raise_for_problem(response)
-        return response.content
+        return ServedRun.from_answer(response.content)
 
     async def read_copy(self, run: str, attempt: int) -> memoryview:
         """Return a copy of the shard, in memory that the caller owns."""

@@ -6,7 +6,7 @@ snapshots and their ends are those of any run in the synchronous mode.
 
 from __future__ import annotations
 
-from ps_protocol.errors import BadInput
+from ps_protocol.errors import BadInput, Conflict
 from ps_protocol.membership import InstallRun
 from ps_protocol.vocabulary import PserverIndex, Round
 
@@ -98,7 +98,10 @@ class Replica(SyncRun):
         self.held, self.held_chain = self.round, self.chain
 
     async def replay(self, update: LoggedUpdate, record: Record) -> None:
-        """Log the next update and apply it. An OSError changes nothing; after another error the replica is broken."""
+        """Log the next update and apply it. An OSError changes nothing; after another error the replica is broken.
+
+        Conflict (`diverged`) is an update for another shard.
+        """
         self.schedule.applying = Apply(update.round, update.ranks, ())
         try:
             await self.compute.run(self._replay, update, record)  # never on the loop, since it waits for a disk
@@ -111,13 +114,11 @@ class Replica(SyncRun):
     def _replay(self, update: LoggedUpdate, record: Record) -> None:
         assert self.storage.log.tail is not None
         assert self.storage.log.tail.round == self.shard.version == update.round - 1
+        if update.shard is not None and update.shard != self.shard.digest():
+            text = f"the replica differs from pserver {self.index} after round {self.shard.version}"
+            raise Conflict(text, code="diverged", current=self.shard.version)
         self.storage.log.append_frame(update.round, [record.body], record.chain)
         history = self.schedule.copy_history()
         replay_update(self.shard, history, update, record.data, keep=self.schedule.max_delay + 1)
         self._captures.capture_round(update.round)
         self.stepped_history = history
-
-    async def find_difference(self, expected: dict[str, str]) -> str | None:
-        """Return the name of the first block, or else buffer, whose digest is not the expected one; None if all are."""
-        own = await self.compute.run(self.shard.digest_blocks)
-        return next((name for name in {**own, **expected} if own.get(name) != expected.get(name)), None)

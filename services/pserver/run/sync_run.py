@@ -47,6 +47,7 @@ STALLED_SECONDS = 2.0  # for which an update may be logged and stepped, beside t
 STALLED_BYTES_PER_SECOND = 20e6  # of the shard, less than any disk for it writes
 LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
 LOG_REPORT_SECONDS = 60.0  # between messages about it
+DIGEST_ROUNDS = 1000  # between two updates with a digest of the shard, which standbys compare with their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class SyncRun(Run):
         self._reply: Reply | None = None  # the reply of the applied round, once the round may be read
         self._measured: Measured | None = None  # the round that waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
-        self._warnings = ScriptWarnings(self.shard.layout, reports_all=self.index == 0)
+        self._warnings = ScriptWarnings(reports_all=self.index == 0)
         self._disk_trouble = ""  # the reason why the log of the open round is not written yet
         if not self.follows:
             self._start(self.schedule.install_members(installed.membership))  # last, since it may begin an apply
@@ -267,6 +268,7 @@ class SyncRun(Run):
             update = LoggedUpdate(
                 apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
                 norm=measured.norm if measured else None,
+                shard=None if apply.round % DIGEST_ROUNDS else shard.digest(),
             )  # fmt: skip
             self.storage.append(update, shard.aggregator.encode(logged), loaded)
         reach_failpoint("apply.before")

@@ -25,7 +25,6 @@ from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
 from ps_protocol.wire_types import WireTensor
 
 from .aggregation import Aggregator
-from .captures import Probes
 from .layout import ShardLayout
 from .optimizer_blocks import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
@@ -47,7 +46,6 @@ class Shard:
         self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts
         self.versions = dict.fromkeys(self.layout.place, 0)  # updates of each block; an absent gradient is none
         self.optimizer = OptimizerBlocks(self.layout, plan.optimizer)
-        self.probes = Probes()
         self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self.aggregator = Aggregator(self.layout, self.values)
         self._encoder = ChunkEncoder(self.values)
@@ -132,11 +130,9 @@ class Shard:
         hyper_parameters: list[HyperParameters],
         counter: Rank | None = None,
     ) -> None:
-        probed = self.probes.copy_before(present, self.block)
         self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
         for name in present:
             self.versions[name] += 1
-        self.probes.finish_probes(probed, self.block, self.version)
 
     def load_slots(self, loaded: LoadedState) -> list[str]:
         """Replace optimizer state and masters by what a trainer has loaded. Return the blocks whose values changed."""
@@ -183,25 +179,6 @@ class Shard:
             digest.update(spec.name.encode())
             digest.update(self._buffers[spec.name])
         return digest.hexdigest()
-
-    def digest_blocks(self) -> dict[str, str]:
-        """Return a digest of each block with all of its state, by name, and of each buffer."""
-        state = self.optimizer.state
-        flat = [view_bytes(self.values), *(view_bytes(slot) for _, slot in sorted(state.slots.items()))]
-        if self.published is not None:
-            flat.append(view_bytes(self.published.values))
-        counted: dict[str, list[str]] = {}
-        for (counter, name), steps in state.counted.items():
-            counted.setdefault(name, []).append(repr((counter, tuple(steps))))
-        digests = {}
-        for name, place in self.layout.place.items():
-            counts = self.versions[name], tuple(state.steps.get(name, ())), sorted(counted.get(name, ()))
-            digest = xxhash.xxh3_64(repr((sorted(state.slots), counts)).encode())
-            for data in flat:
-                digest.update(data[4 * place.begin : 4 * place.end])
-            digests[name] = digest.hexdigest()
-        buffers = ((spec.name, self._buffers[spec.name]) for spec in self._stored_buffers())
-        return digests | {f"buffer {name}": xxhash.xxh3_64_hexdigest(data) for name, data in buffers}
 
     # ------------------------------------------------------------------ frames
 

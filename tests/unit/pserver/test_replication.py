@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import RunStopped, TrainerLost
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.requests import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
+from ps_protocol.requests import BARRIER_HEADER, VERDICT_HEADER
 from ps_protocol.routes import SHARD_COPY, UPDATES
 from ps_protocol.wire_types import WireTypes
-from services.pserver import replication
 from services.pserver.app import make_pserver_app
-from services.pserver.durable import log_reader, update_log
+from services.pserver.durable import update_log
 from services.pserver.durable.records import parse_records
 from services.pserver.durable.replay import replay_update
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
@@ -200,9 +199,8 @@ async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_p
 
 @pytest.mark.parametrize("most", [0, 4096])
 async def test_updates_are_read_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """The answer has one record or several, and most of the newest file is read."""
-    monkeypatch.setattr(log_reader, "MAX_READ_BYTES", most)
-    monkeypatch.setattr(update_log, "MAX_POSITIONS", 1)
+    """The answer has one record or several."""
+    monkeypatch.setattr(update_log, "MAX_READ_BYTES", most)
     async with logging(tmp_path, checkpoint_rounds=4, keep_checkpoints=3) as b:
         await play_and_write(b, 1, 11)
         updates = Updates(b)
@@ -223,8 +221,7 @@ async def test_a_slow_reader_gets_its_records_while_files_are_reused(tmp_path: P
         await asyncio.wait_for(reader.task, 5)
         [record] = parse_records(memoryview(reader.body), None)
         assert LoggedUpdate.from_record(record).round == 3
-        status, code, problem = await refusal(b, after=3)
-        assert (status, code, problem["begin"]) == (410, "updates_gone", 10)
+        assert (await refusal(b, after=3))[:2] == (410, "updates_gone")
         assert len(await Updates(b, 10).read_until(11)) == 1
 
 
@@ -234,8 +231,7 @@ async def test_a_slow_reader_gets_its_records_while_files_are_reused(tmp_path: P
 async def test_refusals(tmp_path: Path) -> None:
     async with logging(tmp_path, checkpoint_rounds=2, keep_checkpoints=1) as b:
         await play_and_write(b, 1, 5)
-        status, code, problem = await refusal(b, after=1)
-        assert (status, code, problem["begin"]) == (410, "updates_gone", 4)
+        assert (await refusal(b, after=1))[:2] == (410, "updates_gone")
         status, code, problem = await refusal(b, after=6)
         assert (status, code, problem["current"]) == (409, "future_round", 5)
         assert (await refusal(b, run="other"))[1] == "stale_run"
@@ -259,31 +255,10 @@ async def test_a_reader_gets_the_last_update_and_then_the_reason_of_the_end(tmp_
     async with logging(tmp_path) as b:
         await b.play_rounds(1, 3)
         reader = Reader(b, UPDATES, run="run1", attempt=0, after=3, wait_seconds=10)
-        await until(lambda: b.run.storage.log._wakers)
+        await until(lambda: b.run.storage.log.wakers)
         await asyncio.wait_for(stop(b), 5)
         await asyncio.wait_for(reader.task, 0.5)
         assert reader.problem["code"] == code
         if code != "stale_run":
             assert len(await Updates(b).read_until(3)) == 3
             assert (await refusal(b, after=3))[1] == code
-
-
-async def test_a_slow_reader_gets_no_byte_of_the_attempt_after_a_rollback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replication, "PART_BYTES", 100)
-    async with logging(tmp_path) as b:
-        await b.play_rounds(1, 4)
-        before = list_segments(tmp_path / "pserver-0" / "log")[-1].path.read_bytes()
-        reader = Reader(b, UPDATES, run="run1", attempt=0, after=0)
-        reader.takes.clear()
-        await asyncio.wait_for(reader.is_held.wait(), 10)
-        await b.install_next_run("run1", attempt=1, restore=3, number=2)
-        numbers = json.loads(b.completion()[HYPER_PARAMETERS_KEY])
-        data = b.run.shard.aggregator.encode(None)
-        b.run.storage.append(LoggedUpdate(4, (0, 1), numbers, None), data)  # in the place of the round that was undone
-        reader.takes.set()
-        with suppress(OSError):  # the server cuts the response off
-            await asyncio.wait_for(reader.task, 2)
-        assert before.startswith(bytes(reader.body))
-        assert len(reader.body) < len(before) / 4

@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ps_protocol.errors import Conflict, UpdatesGone
 from services.pserver.durable import snapshots, update_log
-from services.pserver.durable.log_reader import find_records, is_at_end
 from services.pserver.durable.records import Record, parse_records
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
@@ -204,11 +203,10 @@ class Side:
 
     def tear(self) -> None:
         """End the process while the newest update is written."""
-        segment, tail = self.log.positions[0], self.log.tail
-        assert segment is not None
+        tail = self.log.tail
         assert tail is not None
         before = sum(record.end - record.begin for _, record in self.log.read_after(len(self.updates) - 1))
-        os.truncate(segment.path, tail.end - before // 2)
+        os.truncate(tail.segment.path, tail.end - before // 2)
         self.updates = self.updates[:-1]
 
     def restore(self, newest: int) -> None:
@@ -290,17 +288,16 @@ class Chains(RuleBasedStateMachine):
         chain = self.chains[other.updates[:after]]
         numbers: list[int] = []
         try:
-            while not is_at_end(side.log, after + len(numbers), chain):
-                found = find_records(side.log, after + len(numbers), chain, lambda: max(side.checkpoints))
-                for record in parse_records(memoryview(found.read(found.begin, 10_000)), chain):
+            while not side.log.is_newest(after + len(numbers), chain):
+                found = side.log.read_behind(after + len(numbers), chain)
+                for record in parse_records(memoryview(found), chain):
                     numbers.append(get_number(record))
                     chain = record.chain
-                found.close()
         except Conflict:
             assert side.updates[:after] != other.updates[:after]
             return
         except UpdatesGone:
-            assert after < min(side.checkpoints)
+            assert after < max(min(side.checkpoints), side.log.positions[0].round)
             return
         assert side.updates[:after] == other.updates[:after]
         assert tuple(numbers) == side.updates[after:]

@@ -106,7 +106,7 @@ class Standby:
 
     def diverge(self) -> None:
         """Pretend that the newest update of the replica is one that its leader does not have."""
-        positions = self.replica.storage.log.positions[1]
+        positions = self.replica.storage.log.positions
         positions[-1] = positions[-1]._replace(chain="0" * 32)
 
     def count(self, what: str) -> int:
@@ -122,7 +122,6 @@ class Standby:
         await until(is_equal)
         shard = self.b.run.shard
         assert self.replica.shard.digest() == shard.digest()
-        assert self.replica.shard.digest_blocks() == shard.digest_blocks()
         assert self.replica.schedule.history == self.b.run.schedule.copy_history()
 
 
