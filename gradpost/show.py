@@ -23,7 +23,7 @@ from .state_folder import history_folder, named_root
 PERIOD_SECONDS = 1.0  # of `events --follow`
 MAX_BINS = 20
 MAX_BAR = 50
-_STATISTICS = ("norm", "mean", "deviation", "minimum", "maximum", "update_ratio", "num_nan", "num_infinite", "num_zero")
+_STATISTICS = ("norm", "mean", "deviation", "minimum", "maximum", "num_nan", "num_infinite", "num_zero")
 
 
 def show_status(coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:

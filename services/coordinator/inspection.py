@@ -46,7 +46,6 @@ from .state.joining import find_parameter
 from .state.pservers import PserverMember
 from .state.status import describe_status
 
-STEP_SECONDS = 1.0  # for the next update, whose size is part of the answer
 FRESH_SECONDS = 1.0  # a younger answer is sent again
 
 _LIST = TypeAdapter(list[Statistics])
@@ -83,9 +82,9 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
     async def parameter_statistics(name: Name) -> Response:
-        """Return the norm, mean, deviation, extremes, NaN count, histogram and newest update of one parameter.
+        """Return the norm, mean, deviation, extremes, NaN count and histogram of one parameter.
 
-        An answer may be a second old. `update_ratio` is null if no update was seen.
+        An answer may be a second old.
         """
         return Response(await statistics.describe(name), media_type="application/json")
 
@@ -256,17 +255,13 @@ class StatisticsCache:
         coordinator, run = self._coordinator, self._coordinator.cluster.run
         plan = current_plan(coordinator)
         spec, blocks = find_parameter(plan, name), plan.blocks_of[name]
-        is_moving = run.record.state == "training" and not run.record.awaited
         answers = await asyncio.gather(
             *(
                 get_from(
                     coordinator,
                     find_member(coordinator, index),
                     routes.BLOCK_STATISTICS,
-                    {
-                        "name": [block.name for block in blocks if block.pserver == index],
-                        "wait_seconds": STEP_SECONDS if is_moving else 0.0,
-                    },
+                    {"name": [block.name for block in blocks if block.pserver == index]},
                 )
                 for index in sorted({block.pserver for block in blocks})
             )

@@ -1,11 +1,11 @@
-"""Limits of the memory of a pserver: bytes of bodies in flight, waiting pulls, copies of blocks for readers."""
+"""Limits of the memory of a pserver: bytes of bodies in flight, and waiting pulls."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ps_protocol.errors import TryAgain
@@ -13,8 +13,6 @@ from ps_protocol.vocabulary import Rank
 from services.runtime.gate import current_request, end_request
 
 MAX_WAITING_PULLS = 16  # for one trainer, which needs one pull for each step in flight
-MAX_COPIED_BYTES = 256 * 1024 * 1024
-PATIENCE_SECONDS = 10.0  # time that a reader waits for room for a copy
 
 
 class InFlight:
@@ -85,31 +83,3 @@ class WaitingPulls:
                 pulls.remove(request)
             if not pulls:
                 self._by_rank.pop(rank, None)
-
-
-class Copies:
-    """A budget of memory for copies of blocks: many small or few large copies, and always one copy of any size."""
-
-    def __init__(self, max_bytes: int = MAX_COPIED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for room and hold it while the block runs. Raises TryAgain after `PATIENCE_SECONDS`."""
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
-                    self._freed.clear()
-                    await self._freed.wait()
-        except TimeoutError:
-            text = f"no memory for a copy of {num_bytes} bytes after {PATIENCE_SECONDS:g} s"
-            text = f"{text} (limit {self._max_bytes} bytes for all readers); retry later"
-            raise TryAgain(text, code="overloaded") from None
-        self._num_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._num_bytes -= num_bytes
-            self._freed.set()

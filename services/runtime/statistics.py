@@ -16,8 +16,7 @@ class Statistics(Message):
     """Sums over the elements of one or several blocks, in float64. Sums, extremes and counts are of finite elements.
 
     `counts` has the number of elements by the sign and exponent of float32, its upper nine bits: 0 are the elements
-    below `2**-126` of both signs. `update_squares` and `before_squares` are sums of squares of the newest update, and
-    of the values before it; 0 for blocks without an observed update.
+    below `2**-126` of both signs.
     """
 
     version: Round
@@ -29,8 +28,6 @@ class Statistics(Message):
     maximum: float = -math.inf
     total: float = 0.0
     squares: float = 0.0
-    update_squares: float = 0.0
-    before_squares: float = 0.0
     counts: dict[int, int] = Field(default={})
 
     def merge(self, other: Statistics) -> Statistics:
@@ -45,8 +42,6 @@ class Statistics(Message):
             maximum=max(self.maximum, other.maximum),
             total=self.total + other.total,
             squares=self.squares + other.squares,
-            update_squares=self.update_squares + other.update_squares,
-            before_squares=self.before_squares + other.before_squares,
             counts=Counter(self.counts) + Counter(other.counts),
         )
 
@@ -65,7 +60,6 @@ class Statistics(Message):
             "num_nan": self.num_nan,
             "num_infinite": self.num_infinite,
             "num_zero": self.num_zero,
-            "update_ratio": math.sqrt(self.update_squares / self.before_squares) if self.before_squares else None,
             "histogram": tuple(sorted((*_find_ends(bits), count) for bits, count in self.counts.items())),
         }
 
@@ -84,10 +78,9 @@ class ParameterStatistics(Message):
     """Statistics of one parameter in the HTTP API; all but the counts of NaN and infinities are of finite elements.
 
     `version` is the smallest round (in asynchronous modes number of contributions) of a pserver; `norm` the square root
-    of the sum of squares; `deviation` the standard deviation of the whole population; `update_ratio` the norm of the
-    newest update divided by the norm of the values before it, null without an observed update. An administrator has
-    frozen a parameter with `is_frozen`. `histogram` has `(begin, end, count)` for each bin with elements, in order. The
-    ends of a bin are neighbouring powers of two, or both are 0 for the elements below `2**-126`.
+    of the sum of squares; `deviation` the standard deviation of the whole population. An administrator has frozen a
+    parameter with `is_frozen`. `histogram` has `(begin, end, count)` for each bin with elements, in order. The ends of
+    a bin are neighbouring powers of two, or both are 0 for the elements below `2**-126`.
     """
 
     run: str
@@ -103,6 +96,5 @@ class ParameterStatistics(Message):
     num_nan: int
     num_infinite: int
     num_zero: int
-    update_ratio: float | None
     is_frozen: bool
     histogram: tuple[tuple[float, float, int], ...]

@@ -67,7 +67,7 @@ def test_statistics_are_those_of_torch(run: FaultyRun, http: httpx.Client, oracl
         for _ in range(100):  # blocks may be of neighbouring rounds; such an answer stays for a second
             found = http.get(f"/v1/statistics/{name}").json()
             version = found["version"]
-            now, before = oracle.after(version)[name].double(), oracle.after(version - 1)[name].double()
+            now = oracle.after(version)[name].double()
             if found["norm"] == pytest.approx(float(now.norm())):
                 break
             run.wait_for_round(run.round_of(0) + 1)
@@ -76,7 +76,6 @@ def test_statistics_are_those_of_torch(run: FaultyRun, http: httpx.Client, oracl
         assert found["deviation"] == pytest.approx(float(now.std(unbiased=False)))
         assert (found["minimum"], found["maximum"]) == (float(now.min()), float(now.max()))
         assert found["num_nan"] == found["num_infinite"] == 0
-        assert found["update_ratio"] == pytest.approx(float((now - before).norm() / before.norm()))
         inner = Counter(
             math.copysign(2.0 ** math.floor(math.log2(abs(x))), x) if x else 0.0 for x in now.flatten().tolist()
         )

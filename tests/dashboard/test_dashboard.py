@@ -82,7 +82,7 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
         check_members(visit, status)
         exact = "all => all.map(one => JSON.parse(one.dataset.value))"
         shown = visit.page.eval_on_selector_all("#statistics dd", exact)
-        names = ("norm", "update_ratio", "mean", "deviation", "minimum", "maximum")
+        names = ("norm", "mean", "deviation", "minimum", "maximum")
         assert shown == [statistics[key] for key in (*names, "num_nan", "num_infinite", "num_zero")]
         visit.see("#histogram-chart")
         counts = json.dumps([count for _, _, count in statistics["histogram"]], separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Reads of a shard at a chosen moment: one block around its next update, or the whole shard right after a round.
+"""Reads of the whole shard right after a chosen round.
 
 Nothing goes to a disk. A capture names a round that is not over on any pserver, so that all of them show the same.
 """
@@ -6,12 +6,9 @@ Nothing goes to a disk. A capture names a round that is not over on any pserver,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future  # any thread may complete it
-from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from ps_protocol.errors import FutureRound, StaleRound, TryAgain
 from ps_protocol.vocabulary import Round
@@ -20,51 +17,6 @@ T = TypeVar("T")
 
 MAX_CAPTURES = 8  # each keeps a copy of a shard for its reader
 MAX_ROUNDS_AHEAD = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """Copies of one block's values, of shape (num_elements,), float32; `version` is the version after the update."""
-
-    version: Round
-    before: Tensor
-    after: Tensor
-
-
-class Probes:
-    """Pending reads of single blocks, each completed by the next update of its block.
-
-    All readers of a block share one.
-
-    Jobs of `ComputeExecutor` call `copy_before` and `finish_probes`.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: dict[str, Future[Stepped]] = {}
-
-    async def wait_for_step(self, name: str, seconds: float) -> Stepped | None:
-        """Return the block's next update, or None if there is none within `seconds`."""
-        stepped = asyncio.wrap_future(self._wanted.setdefault(name, Future()))
-        try:
-            return await asyncio.wait_for(asyncio.shield(stepped), seconds)
-        except TimeoutError:
-            return None
-
-    def copy_before(
-        self, present: Iterable[str], block: Callable[[str], Tensor]
-    ) -> list[tuple[str, Future[Stepped], Tensor]]:
-        """Copy the blocks that readers wait for, before an update of the present blocks."""
-        if not self._wanted:
-            return []
-        waiters = ((name, self._wanted.pop(name, None)) for name in present)
-        return [(name, waiter, block(name).clone()) for name, waiter in waiters if waiter is not None]
-
-    def finish_probes(
-        self, probed: list[tuple[str, Future[Stepped], Tensor]], block: Callable[[str], Tensor], version: Round
-    ) -> None:
-        """Copy these blocks after the update, too, and answer their readers."""
-        for name, waiter, before in probed:
-            waiter.set_result(Stepped(version, before, block(name).clone()))
 
 
 class Captures:

@@ -147,8 +147,7 @@ READS = {
     "blocks": read(SHARD, name="p2.block0"),
     "the shard": read(SHARD),
     "a capture": read(SHARD, round=1),
-    "statistics": read(BLOCK_STATISTICS, wait_seconds=0),
-    "statistics of a step": read(BLOCK_STATISTICS),
+    "statistics": read(BLOCK_STATISTICS),
     "a part of a get": lambda b: b.get(0, 1, names=["p2.block0"]),
     "optimizer state": read_state,
     "freeze": lambda b: b.freeze(2),
@@ -158,7 +157,7 @@ READS = {
 @pytest.mark.parametrize("what", READS)
 async def test_no_read_shows_an_update_before_it_is_held(tmp_path: Path, what: str) -> None:
     async with replicated(tmp_path) as (b, standby):
-        early = begin(READS[what](b)) if what in ("a capture", "statistics of a step") else None
+        early = begin(READS[what](b)) if what == "a capture" else None
         if early is not None:
             assert await is_waiting(early)
         await contribute(b, 1)

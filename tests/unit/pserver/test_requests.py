@@ -18,8 +18,7 @@ from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
-from services.pserver import limits as module
-from services.pserver.limits import Copies, InFlight, WaitingPulls
+from services.pserver.limits import InFlight, WaitingPulls
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.staging import Push, StagedContribution
 from services.pserver.shard import reply as reply_module
@@ -173,17 +172,6 @@ async def test_newer_gets_end_the_oldest() -> None:
         task.cancel()
     await asyncio.gather(*gets, return_exceptions=True)
     assert repr(waiting) == "<WaitingPulls [{}]>"
-
-
-async def test_a_copy_without_room_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
-    copies = Copies(max_bytes=10)
-    async with copies.reserve(8):
-        with raises_code("overloaded", match="no memory for a copy of 3 bytes after 0.02 s"):
-            async with copies.reserve(3):
-                raise AssertionError
-    async with copies.reserve(10):
-        pass
 
 
 def make_reply() -> Reply:

@@ -19,12 +19,12 @@ from ps_protocol.optimizers import LOWEST_RANK, MEAN, OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
+from services.pserver.inspection import describe_values
 from services.pserver.shard.aggregation import PIECE, Aggregator
 from services.pserver.shard.bodies import BufferPool
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import CHUNK_BYTES, FrameCopy, VersionedBlocks
 from services.pserver.shard.shard import Shard
-from services.pserver.statistics import describe_values
 from services.runtime.statistics import Statistics
 
 from .oracle import DTYPES, assert_same_bits, average, make_numbers, make_options, make_spec
@@ -288,11 +288,3 @@ def test_pieces_make_the_whole(pieces: list[list[float]]) -> None:
     normal = [x if abs(x) >= 2**-126 else 0.0 for x in finite.tolist()]
     powers = Counter(math.copysign(math.ldexp(1, math.frexp(x)[1] - 1), x) if x else 0.0 for x in normal)
     assert dict(zip(inner, (count for *_, count in found["histogram"]), strict=True)) == powers
-
-
-def test_the_size_of_an_update() -> None:
-    before = torch.tensor([3.0, 4.0])
-    updated = describe_values(before + torch.tensor([0.3, 0.4]), 2, before)
-    assert updated.describe()["update_ratio"] == pytest.approx(0.1)
-    assert updated.merge(describe_values(before, 2)).describe()["update_ratio"] == pytest.approx(0.1)
-    assert describe_values(before, 2).describe()["update_ratio"] is None  # no update was observed

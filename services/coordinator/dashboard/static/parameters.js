@@ -82,7 +82,6 @@ function makeRow({ name, shape, bytes, blocks }) {
 
 const ROWS = [
   ["norm", "Norm", format.digits],
-  ["update_ratio", "Update / norm", format.digits],
   ["mean", "Mean", format.digits],
   ["deviation", "Deviation", format.digits],
   ["minimum", "Smallest", format.digits],
@@ -102,8 +101,7 @@ function showStatistics(answer) {
   };
   keep(byId("statistics"), ROWS, ([key]) => key, create, (row, [key, title, text]) => {
     show(row.firstChild, title);
-    const isStill = key === "update_ratio" && answer.is_frozen;
-    show(row.lastChild, isStill ? "frozen" : text(answer[key]), answer[key]);
+    show(row.lastChild, text(answer[key]), answer[key]);
     flag(row, "data-bad", (key === "num_nan" || key === "num_infinite") && answer[key] > 0);
   });
   showHistogram(answer.name, answer.histogram);

@@ -34,7 +34,6 @@ const TERMS = {
   gradient_norm: "The norm of the trainer's own gradient, before it is averaged and clipped.",
   waiting_share: "The share of time that the script spends in step(): sending, waiting for others and receiving. The slowest trainer has the smallest.",
   norm: "The Euclidean norm of all values of the parameter.",
-  update_ratio: "The norm of the newest update divided by the norm of the values; about 0.001 is common.",
   deviation: "The standard deviation of the values of the parameter.",
 };
 
