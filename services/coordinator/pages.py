@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request, Response
 from ps_protocol import routes
 from ps_protocol.errors import NotFound
 from ps_protocol.fields import Identifier
-from services.runtime.app import PAGE_HEADERS, make_app
+from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.scopes import DASHBOARD, DASHBOARD_FILE
 from services.runtime.server import run_service, serve
@@ -32,11 +32,16 @@ from services.runtime.settings import ServiceSettings
 from .history import HistoryEntry, HistoryRecord, RunHistory
 
 # Scripts and styles are files of this service. The page runs no inline code and uses no other site.
-_HEADERS = PAGE_HEADERS | {
+_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
     "cache-control": "no-cache",  # revalidated every time, sent once: see the ETag
     "vary": "accept-encoding",
 }

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from html import escape
 from http import HTTPStatus
 from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
-from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +21,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .gate import Entry, Gate
 from .metrics import ServiceMetrics
-from .scopes import DASHBOARD, DOCS, OPENAPI, PROBES, ROUTE_SCOPES
+from .scopes import DASHBOARD, PROBES, ROUTE_SCOPES
 from .security import Guard
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -60,27 +56,6 @@ _TOKEN_SCHEME = {
     "scheme": "bearer",
     "description": "A token of the named scope: `train` and `replicate` include `read`, and `admin` includes all. "
     "A service without `tokens_dir` needs no token.",
-}
-
-# The page about the API has no script: many clusters have no connection to the internet, and a script of another site
-# could send requests to this origin.
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color-scheme:light dark}"
-    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .8rem .3rem 0;vertical-align:top;"
-    "border-bottom:1px solid #8884}"
-)
-_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-
-PAGE_HEADERS = {
-    "content-security-policy": (
-        f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    ),
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
 }
 
 
@@ -149,11 +124,6 @@ def make_app(
         """Metrics for Prometheus."""
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
-
-    @app.get(DOCS, include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        """The requests of this service, as a page."""
-        return HTMLResponse(render_operations(app.openapi()), headers=PAGE_HEADERS)
 
     return app
 
@@ -224,31 +194,3 @@ def _make_entry(request: tuple[str, str], route: Route) -> Entry:
         return Entry(path, route.app, scope)
     max_bytes = MAX_PLAN_BYTES if path in _PLANS else MAX_MESSAGE_BYTES
     return Entry(path, AsyncExitStackMiddleware(route.app), scope, max_bytes, is_probe=request in PROBES)
-
-
-def render_operations(document: dict[str, Any]) -> str:
-    """Return an OpenAPI document as a page: each request with the scope that its token needs, and a summary."""
-    rows = [
-        f"<tr><td><code>{escape(method.upper())} {escape(path)}</code></td>"
-        f"<td>{_needed_scope(operation)}</td>"
-        f"<td>{escape(_summary(operation))}</td></tr>"
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
-    ]
-    title = escape(document["info"]["title"])
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>"
-        f'<body><h1>{title}</h1><p>Schemas of all bodies and answers: <a href="{OPENAPI}">{OPENAPI}</a>.</p>'
-        "<table><thead><tr><th>request</th><th>scope</th><th></th></tr></thead><tbody>"
-        f"{''.join(rows)}</tbody></table></body></html>"
-    )
-
-
-def _needed_scope(operation: dict[str, Any]) -> str:
-    [needed] = operation["security"] or [{"token": [""]}]
-    return str(needed["token"][0])
-
-
-def _summary(operation: dict[str, Any]) -> str:
-    return str(operation.get("description") or operation.get("summary", "")).partition("\n\n")[0]

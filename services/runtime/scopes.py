@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from ps_config.tokens import Scope
 from ps_protocol import routes
 
-DOCS = "/docs"
 OPENAPI = "/openapi.json"
 DASHBOARD = "/"
 DASHBOARD_FILE = "/dashboard/{name}"
@@ -29,7 +28,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     # reading
     ("GET", routes.METRICS): "read",
     ("GET", OPENAPI): "read",
-    ("GET", DOCS): "read",
     ("GET", routes.STATE): "read",
     ("GET", routes.SHARD): "read",
     ("GET", routes.BLOCK_STATISTICS): "read",

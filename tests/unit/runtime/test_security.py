@@ -61,7 +61,6 @@ async def test_who_may_do_what(tokens_dir: Path) -> None:
         callers = (None, *SCOPES)
         assert [await status("GET", "/healthz", caller) for caller in callers] == [200, 200, 200, 200, 200]
         assert [await status("GET", "/metrics", caller) for caller in callers] == [401, 200, 200, 200, 200]
-        assert [await status("GET", "/docs", caller) for caller in callers] == [401, 200, 200, 200, 200]
         assert [await status("HEAD", "/metrics", caller) for caller in callers] == [401, 200, 200, 200, 200]
         # Not in the table, so that they need admin whatever they do.
         for method, path in (("GET", "/stale"), ("POST", "/raw/fine"), ("GET", "/nowhere"), ("POST", "/metrics")):
@@ -216,7 +215,7 @@ async def test_raw_routes_refuse_what_others_refuse(make_client: Any, refused: s
 @pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client])
 async def test_head_is_answered_wherever_get_is(make_client: Any, tokens_dir: Path) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
-        for path in ("/openapi.json", "/docs", "/metrics", "/healthz"):
+        for path in ("/openapi.json", "/metrics", "/healthz"):
             head = await client.head(service.address + path, headers=bearer(TOKENS["read"]))
             assert (head.status_code, head.content) == (200, b""), path
         assert (await client.head(f"{service.address}/metrics")).status_code == 401
