@@ -1,11 +1,16 @@
 """One run's durable state on one pserver: its log, and snapshots of its shard.
 
+log/000000000128-1f0c….safetensors    the shard after round 128; the name has the XXH3-128 of the file
+
 restore(r):   newest whole snapshot c <= r ──► updates c + 1 … r from the log ──► the shard after round r
+
+The file of a snapshot is never changed, so that the shared storage of checkpoints may have a link to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +18,7 @@ from time import perf_counter
 from typing import TypeAlias
 
 import torch
+import xxhash
 
 from ps_protocol.errors import GradpostError, UnsupportedFormat
 from ps_protocol.membership import FrozenRounds, HeldRun, InstallRun
@@ -21,19 +27,18 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.checkpoints import is_undone, round_folder, shard_name
 from services.runtime.logs import get_logger
-from services.runtime.storage import Buffer, DamagedFile
+from services.runtime.storage import Buffer, DamagedFile, digest_chunks, read_file, write_file
 
 from ..shard.history import History
 from ..shard.optimizer_blocks import LoadedState
 from ..shard.shard import Shard
 from ..shard.shard_state import ShardState
-from .replay import replay_update
-from .snapshots import Snapshots, read_digest
 from .update_log import LoggedUpdate, UpdateLog
 
 Ranges: TypeAlias = list[tuple[Round, Round]]  # the first and the last round of each range
 
 CHAIN_KEY = "chain"
+_NAME = re.compile(r"(\d{12})-([0-9a-f]{32})\.safetensors")
 
 log = get_logger()
 
@@ -59,6 +64,72 @@ def read_shard(plan: SlicePlan, index: PserverIndex, data: memoryview) -> Restor
     shard = Shard(plan, index)
     shard.load_state(state)
     return Restored(shard, History.from_json(metadata["history"]), metadata.get(CHAIN_KEY))
+
+
+def replay_update(shard: Shard, history: History, update: LoggedUpdate, data: memoryview, *, keep: int) -> None:
+    """Apply a logged update, with the same bits as the first time. The history keeps the newest `keep` rounds."""
+    present = tuple(place.name for place in shard.layout.places) if update.present is None else update.present
+    loaded = None
+    if update.loaded is not None:
+        loaded, data = LoadedState.from_log(update.loaded, data, shard.layout)
+    shard.apply(shard.aggregator.decode(data, update.present), present, update.hyper_parameters, loaded)
+    history.add_round(update.round, update.ranks, update.nonfinite, update.norm, keep=keep)
+
+
+class Snapshots:
+    """The snapshots in one folder. Every method blocks on the disk and may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+        self._paths = {int(found[1]): path for path in paths if (found := _NAME.fullmatch(path.name))}
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds of the snapshots, newest first."""
+        return sorted(self._paths, reverse=True)
+
+    def write(self, round_: Round, chunks: Sequence[Buffer]) -> Path:
+        """Write the shard after a round; it is on the disk when this returns."""
+        path = self._folder / f"{round_:012}-{digest_chunks(chunks).hexdigest()}.safetensors"
+        write_file(path, chunks)
+        self._paths[round_] = path
+        return path
+
+    def read(self, round_: Round) -> memoryview:
+        """Return the bytes of a snapshot. Raises DamagedFile."""
+        path = self._paths[round_]
+        data = read_file(path)
+        if xxhash.xxh3_128_hexdigest(data) != read_digest(path):
+            raise DamagedFile.wrong_digest(path)
+        return data
+
+    def discard(self, round_: Round) -> None:
+        """Stop using a damaged snapshot."""
+        del self._paths[round_]
+
+    def delete_others(self, rounds: Collection[Round]) -> None:
+        """Delete all other snapshots."""
+        for round_ in self.rounds:
+            if round_ not in rounds:
+                self._paths[round_].unlink(missing_ok=True)
+                self.discard(round_)
+
+    def resume(self, round_: Round) -> None:
+        """Delete the snapshots after this round, and files that an earlier incarnation had begun to write."""
+        self.delete_others([kept for kept in self.rounds if kept <= round_])
+        for path in [*self._folder.glob("*.safetensors"), *self._folder.glob(".*.safetensors.*")]:
+            if path not in self._paths.values():
+                path.unlink(missing_ok=True)
+
+
+def read_digest(path: Path) -> str:
+    """Return the digest in the name of a snapshot.
+
+    >>> read_digest(Path("log/000000000128-0123456789abcdef0123456789abcdef.safetensors"))
+    '0123456789abcdef0123456789abcdef'
+    """
+    return path.stem.partition("-")[2]
 
 
 class RunStorage:

@@ -35,9 +35,8 @@ from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
 from ..waits import wait_for_any
-from .lag import Lag
 from .leader import Leader, check_software
-from .replica import Replica, restore_copy
+from .replica import Lag, Replica, restore_copy
 
 log = get_logger()
 

@@ -24,7 +24,7 @@ from ps_protocol.wire_types import WireTypes
 from services.pserver.app import make_pserver_app
 from services.pserver.durable import update_log
 from services.pserver.durable.records import parse_records
-from services.pserver.durable.replay import replay_update
+from services.pserver.durable.storage import replay_update
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
 from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard

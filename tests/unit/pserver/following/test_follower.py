@@ -19,7 +19,7 @@ from ps_protocol.errors import Conflict
 from ps_protocol.membership import Membership
 from services.pserver.app import make_pserver_app
 from services.pserver.following import leader as leading
-from services.pserver.following.lag import Lag
+from services.pserver.following.replica import Lag
 from services.pserver.run import sync_run
 from services.runtime.metrics import ServiceMetrics
 
