@@ -68,7 +68,7 @@ def _print_status(status: ClusterStatus) -> None:
                 "address": s.address,
                 "state": s.role.replace("_", " ") if s.run else "no replica yet",
                 "round": s.round,
-                "lag": f"{count(s.lag_rounds, 'round')}, {count(s.lag_bytes, 'byte')}, {s.lag_seconds:.1f} s",
+                "lag": f"{count(s.lag_rounds, 'round')}, {s.lag_seconds:.1f} s",
                 "heartbeat": f"{s.heartbeat_age_seconds:.1f} s ago",
             }
             for s in status.standbys

@@ -73,15 +73,13 @@ def make_control_client(
     tokens: TokenPair | None,
     *,
     with_system: bool = False,
-    transport: httpx.AsyncBaseTransport | None = None,
 ) -> httpx.AsyncClient:
     """Return a client that never uses a proxy. It has connections of its own: a tensor must not block a heartbeat.
 
-    `with_system` is as in `client_context`. `transport` is another one than that of control messages.
+    `with_system` is as in `client_context`.
     """
-    if transport is None:
-        context = client_context(tls, with_system=with_system)
-        transport = ControlTransport(verify=context, trust_env=False, limits=LIMITS)
+    context = client_context(tls, with_system=with_system)
+    transport = ControlTransport(verify=context, trust_env=False, limits=LIMITS)
     auth = None if tokens is None else BearerAuth(tokens)
     return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=TIMEOUT)
 

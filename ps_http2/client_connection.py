@@ -35,9 +35,10 @@ class ClientConnection(Connection):
 
     preface = PREFACE
 
-    def __init__(self, window: int = STREAM_WINDOW) -> None:
-        super().__init__({frames.ENABLE_PUSH: 0}, window)
-        self.keeps_windows_full = window == STREAM_WINDOW
+    keeps_windows_full = True
+
+    def __init__(self) -> None:
+        super().__init__({frames.ENABLE_PUSH: 0}, STREAM_WINDOW)
         self.must_check_files = False  # of TLS; set periodically
         self._seen_bytes = 0
         self._num_pings = 0  # unanswered, in a row

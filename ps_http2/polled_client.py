@@ -84,7 +84,7 @@ class Call:
 
 
 class PolledTransport(httpx.BaseTransport):
-    """One connection to each origin, as `Http2Transport` has, for one thread at a time.
+    """One connection to each origin, with prior knowledge, or by ALPN under TLS, for one thread at a time.
 
     Nothing is sent or received but in its methods. Only `wait` blocks, and looking up a host name. A server gives up a
     client whose open calls it has pinged in vain for some 50 s, so `wait` for them more often. Sinks must not call it.
@@ -154,9 +154,12 @@ class PolledTransport(httpx.BaseTransport):
 
     @override
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and wait for its response. Raises httpx.TransportError; httpx's read time-out bounds all."""
-        seconds = request.extensions.get("timeout", {}).get("read")
-        deadline = None if seconds is None else time.monotonic() + seconds
+        """Send a request and wait for its response. Raises httpx.TransportError.
+
+        httpx's read time-out bounds the time without a part of the response.
+        """
+        seconds: float = request.extensions.get("timeout", {}).get("read") or math.inf
+        deadline, received_bytes = time.monotonic() + seconds, 0
         body = request.extensions.get(BODY_EXTENSION)
         if body is None:
             body = (request.read(),)
@@ -164,10 +167,12 @@ class PolledTransport(httpx.BaseTransport):
         call = self.begin(request.method, str(request.url), read_headers(request), body, sink)
         try:
             while not call.is_done:
-                left = PING_SECONDS if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    raise httpx.ReadTimeout(f"no response within {seconds:g} s")
-                self.wait(left)
+                now = time.monotonic()
+                if call.stream is not None and call.stream.received_bytes > received_bytes:
+                    received_bytes, deadline = call.stream.received_bytes, now + seconds
+                if now >= deadline:
+                    raise httpx.ReadTimeout(f"the server was silent for {seconds:g} s")
+                self.wait(deadline - now)
         except BaseException:
             call.cancel()
             raise

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from typing_extensions import override
 
-from .client_connection import STREAM_WINDOW, ClientConnection
+from .client_connection import ClientConnection
 from .stream import Sink, Stream
 
 MAX_BODY_BYTES = 1 << 24  # of a response without a sink
@@ -105,7 +105,7 @@ class PolledConnection(ClientConnection):
     """The client's end on a socket that does not block."""
 
     def __init__(self, wire: Wire, *, is_local: bool) -> None:
-        super().__init__(STREAM_WINDOW)
+        super().__init__()
         self.is_local = is_local  # over a Unix socket
         self._wire = wire
         self._is_secure = isinstance(wire.socket, ssl.SSLSocket)

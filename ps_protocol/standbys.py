@@ -47,7 +47,6 @@ class ReportStandby(Message):
     attempt: Ordinal = 0
     round: Round = 0
     lag_rounds: Count = 0
-    lag_bytes: Count = Field(default=0, description="estimate: `lag_rounds` records of the size of the newest one")
     lag_seconds: Real = Field(default=0.0, description="time since the leader reported the first missing round")
     software: Software | None = None
     process: ProcessFigures | None = None

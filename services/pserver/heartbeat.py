@@ -74,7 +74,6 @@ def describe_standby(follower: Follower, address: str, *, is_stopping: bool = Fa
         attempt=replica.installed.attempt if replica else 0,
         round=replica.round if replica else 0,
         lag_rounds=lag.rounds,
-        lag_bytes=lag.num_bytes,
         lag_seconds=lag.seconds(asyncio.get_running_loop().time()),
         software=Software(**installed_versions()),
         process=measure_process(),

@@ -106,7 +106,6 @@ class PserverMetrics:
         )
         self.replica_round = gauge("gradpost_replica_round", "Newest applied round of the replica.")
         self.lag_rounds = gauge("gradpost_replica_lag_rounds", "Rounds of the leader that the replica lacks.")
-        self.lag_bytes = gauge("gradpost_replica_lag_bytes", "Estimated bytes of the updates that the replica lacks.")
         self.lag_seconds = gauge(
             "gradpost_replica_lag_seconds",
             "Time since the leader reported the first round that the replica lacks; 0 if it lacks none.",

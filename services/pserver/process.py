@@ -9,9 +9,10 @@ from functools import partial
 import httpx
 import torch
 
-from ps_http2.client import Http2Transport
+from ps_config.control_client import BearerAuth
+from ps_config.tokens import TokenPair
 from ps_http2.local_sockets import bind_locally, local_name
-from ps_http2.stream import MIN_WINDOW_BYTES
+from ps_http2.polled_client import PolledTransport
 from ps_protocol.vocabulary import PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
@@ -72,10 +73,7 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     return registration.exit_code
 
 
-def _open_updates(settings: PserverSettings) -> httpx.AsyncClient:
-    """Return a client for the updates of a leader.
-
-    Its small window makes the pserver wait, and not this process keep what it cannot apply yet.
-    """
-    transport = Http2Transport(settings.client_tls, window=MIN_WINDOW_BYTES) if settings.http2 else None
-    return make_peer_client(settings, transport)
+def _open_updates(settings: PserverSettings) -> httpx.Client:
+    """Return a client for the updates of a leader, which receives large bodies without a copy."""
+    auth = None if settings.sent_token is None else BearerAuth(TokenPair(settings.sent_token, log.warning))
+    return httpx.Client(transport=PolledTransport(settings.client_tls), auth=auth, trust_env=False)

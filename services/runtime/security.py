@@ -43,13 +43,10 @@ async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool
     return True
 
 
-def make_peer_client(settings: ServiceSettings, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """Return a client for the other services, which trusts `tls_ca` as well as the system's authorities.
-
-    `transport` is another one than that of control messages.
-    """
+def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
+    """Return a client for the other services, which trusts `tls_ca` as well as the system's authorities."""
     tokens = None if settings.sent_token is None else TokenPair(settings.sent_token, log.warning)
-    return make_control_client(settings.client_tls, tokens, with_system=True, transport=transport)
+    return make_control_client(settings.client_tls, tokens, with_system=True)
 
 
 def protect(app: FastAPI, settings: ServiceSettings, address: str) -> None:

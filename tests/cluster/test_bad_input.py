@@ -10,8 +10,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ps_http2.client import Http2Transport
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
+from tests.unit.http2.shells import PolledOnLoop
 from trainer_client.testing import LocalCluster
 
 from .bad_requests import CASES, LIMITS, Bad
@@ -29,7 +29,7 @@ async def world() -> AsyncIterator[World]:
         stack.enter_context(cluster)
         http = httpx.AsyncClient(trust_env=False, timeout=30)
         await stack.enter_async_context(http)
-        bulk = httpx.AsyncClient(transport=Http2Transport(), timeout=None)
+        bulk = httpx.AsyncClient(transport=PolledOnLoop(), timeout=None)
         await stack.enter_async_context(bulk)
         yield World(cluster, http, bulk)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ps_http2.client import Http2Transport
 from ps_http2.local_sockets import bind_locally
 
+from .http2.shells import PolledOnLoop
 from .protocol.test_certificates import Authority
 
 
@@ -23,7 +23,7 @@ def authority(tmp_path: Path) -> Authority:
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client over HTTP/2."""
-    async with httpx.AsyncClient(transport=Http2Transport(), trust_env=False) as http:
+    async with httpx.AsyncClient(transport=PolledOnLoop(), trust_env=False) as http:
         yield http
 
 

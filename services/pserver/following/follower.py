@@ -35,7 +35,7 @@ from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
 from ..waits import wait_for_any
-from .leader import Leader, check_software
+from .leader import Leader, Updates, check_software
 from .replica import Lag, Replica, restore_copy
 
 log = get_logger()
@@ -62,7 +62,7 @@ class Follower:
         instance: Instance,
         disk: Disk,
         http: httpx.AsyncClient,
-        open_updates: Callable[[], httpx.AsyncClient],
+        open_updates: Callable[[], httpx.Client],
         *,
         compute: ComputeExecutor,
         pool: BufferPool,
@@ -93,7 +93,6 @@ class Follower:
         self._logged = ""
         metrics.replica_round.set_function(lambda: self.replica.round if self.replica else 0)
         metrics.lag_rounds.set_function(lambda: self.lag.rounds)
-        metrics.lag_bytes.set_function(lambda: self.lag.num_bytes)
         metrics.lag_seconds.set_function(lambda: self.lag.seconds(asyncio.get_running_loop().time()))
 
     @property
@@ -247,7 +246,7 @@ class Follower:
         """Follow this leader until it does not answer or the coordinator names another one."""
         assert named.leader is not None
         self._check_not_fenced(named.incarnation)
-        async with self._open_updates() as updates:  # an earlier connection may be broken
+        with self._open_updates() as updates:  # an earlier connection may be broken
             leader = Leader(named.leader, self._http, updates)
             served = await leader.read_run()
             if served.installed.incarnation != named.incarnation:
@@ -291,20 +290,20 @@ class Follower:
         replica.discard_held()
         updates: list[tuple[LoggedUpdate, Record]] = []
         handling: asyncio.Task[None] | None = None
-        asking: asyncio.Task[httpx.Response] | None = None
+        asking: asyncio.Task[Updates] | None = None
         try:
             while True:
                 if handling is not None and replica.has_failed_to_log:
                     await handling
                 self._check_not_fenced(named.incarnation)
                 replica.confirmed = max(replica.confirmed, replica.held)
-                asking = asyncio.create_task(leader.ask_for_updates(replica, self.instance, named.incarnation))
+                asking = asyncio.create_task(leader.read_updates(replica, self.instance, named.incarnation))
                 asking.add_done_callback(lambda task: task.cancelled() or task.exception())
                 if updates or handling is None or handling.done():
                     if handling is not None:
                         await handling
                     handling = asyncio.create_task(self._handle_updates(updates, replica))
-                records, newest = await leader.read_updates(await asking, replica)
+                records, newest = await asyncio.shield(asking)
                 self._check_leader(named)
                 replica.installed, self.lost = installed, 0
                 self.lag.note_leader(newest, asyncio.get_running_loop().time())
@@ -317,7 +316,7 @@ class Follower:
             raise
         finally:
             if asking is not None:
-                asking.cancel()
+                await asyncio.wait({asking})  # its thread uses the client of updates, and soon has an answer or none
             try:
                 if handling is not None:
                     await handling
@@ -362,5 +361,5 @@ class Follower:
         replica.has_failed_to_log = False
         self._is_applied.set()
         self._metrics.replica_updates.inc()
-        self.lag.note_applied(replica.round, record.end - record.begin)
+        self.lag.note_applied(replica.round)
         await replica.snapshot_if_due()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import torch
+from typing_extensions import override
 
 from ps_config.control_client import may_be_problem, raise_for_problem
-from ps_http2.client import BODY_READER_EXTENSION, ResponseBody
+from ps_http2.client_connection import SINK_EXTENSION
+from ps_http2.stream import Sink
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, StalePserver
 from ps_protocol.standbys import ServedRun
@@ -26,6 +28,7 @@ SILENCE_SECONDS = 0.5  # of the leader while it owes an answer, or a part of it
 RUN_SECONDS = 2.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
+SLACK_BYTES = 1 << 16  # of memory behind a body, whose end may be in another frame
 
 
 class Updates(NamedTuple):
@@ -38,12 +41,12 @@ class Updates(NamedTuple):
 class Leader:
     """The pserver at an address. Methods raise the error that it answers, httpx.TransportError and ValueError."""
 
-    def __init__(self, address: str, http: httpx.AsyncClient, updates: httpx.AsyncClient) -> None:
-        """`updates` is a client for updates alone, which may use an `Http2Transport`."""
+    def __init__(self, address: str, http: httpx.AsyncClient, updates: httpx.Client) -> None:
+        """`updates` is a client for updates alone, with a `PolledTransport`."""
         self._address = address
         self._http = http
         self._updates = updates
-        self._memory = deque([bytearray(), bytearray()])  # of the newest updates first
+        self._num_bytes = 0  # of the newest updates
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
@@ -59,7 +62,9 @@ class Leader:
         async with self._http.stream(
             "GET", self._address + routes.SHARD_COPY, params=query, timeout=timeout
         ) as response:
-            await _raise_for_answer(response)
+            if may_be_problem(response):
+                await response.aread()
+            raise_for_problem(response)
             body, at = bytearray(int(response.headers.get("content-length", 0))), 0
             async for part in response.aiter_raw():
                 body[at : at + len(part)] = part
@@ -68,66 +73,63 @@ class Leader:
             raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
         return memoryview(body)
 
-    async def ask_for_updates(self, replica: Replica, instance: str, incarnation: Incarnation) -> httpx.Response:
-        """Ask for the updates behind the newest one that a replica holds, which confirms that, for this standby.
+    async def read_updates(self, replica: Replica, instance: str, incarnation: Incarnation) -> Updates:
+        """Return the updates behind the newest one that a replica holds, which confirms that, for this standby.
 
-        Returns the answer, whose body `read_updates` receives, within the silence of the leader: httpx.ReadTimeout is a
-        leader that hangs. `incarnation` is that of the leader.
+        They own their memory. A thread waits for them. Raises httpx.ReadTimeout for a leader that hangs, and BadInput
+        for damaged records. `incarnation` is that of the leader.
         """
         query: dict[str, Any] = {
             **_identify(replica), "after": replica.held, "digest": replica.held_chain, "standby": instance,
             "wait_seconds": POLL_SECONDS,
         }  # fmt: skip
-        timeout = httpx.Timeout(SILENCE_SECONDS)
-        request = self._updates.build_request("GET", self._address + routes.UPDATES, params=query, timeout=timeout)
-        try:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                response = await self._updates.send(request, stream=True)
-                await _raise_for_answer(response)
-        except TimeoutError:
-            raise httpx.ReadTimeout("the pserver is silent") from None
+        body = Body(self._num_bytes + SLACK_BYTES, replica.max_record_bytes + MAX_READ_BYTES)
+        request = self._updates.build_request(
+            "GET", self._address + routes.UPDATES, params=query, timeout=SILENCE_SECONDS,
+            extensions={SINK_EXTENSION: body},
+        )  # fmt: skip
+        response = await asyncio.to_thread(self._updates.send, request)
+        raise_for_problem(response)
         _check_incarnation(response, incarnation)
-        return response
+        self._num_bytes = len(body.content)
+        return Updates(parse_records(body.content, replica.held_chain), int(response.headers["gradpost-round"]))
 
-    async def read_updates(self, response: httpx.Response, replica: Replica) -> Updates:
-        """Return the updates in an answer. They are valid until the second call after this one.
 
-        Raises BadInput for damaged records.
-        """
-        try:
-            data = await self._receive(response, replica.max_record_bytes + MAX_READ_BYTES)
-        except TimeoutError:
-            raise httpx.ReadTimeout("the pserver is silent") from None
-        finally:
-            await response.aclose()
-        return Updates(parse_records(data, replica.held_chain), int(response.headers["gradpost-round"]))
+class Body(Sink):
+    """The sink of an answer. Its memory has room for about as many bytes as the answer before, and grows if needed."""
 
-    async def _receive(self, response: httpx.Response, max_bytes: int) -> memoryview:
-        """Return a body, in memory that is used again: page faults are half the cost of receiving a large one."""
-        num_bytes, at = int(response.headers["content-length"]), 0
-        if num_bytes > max_bytes:
-            text = "the records of the pserver are too large"
-            raise BadInput(text, code="malformed_frame", expected=f"<= {max_bytes} bytes", actual=num_bytes)
-        self._memory.rotate()
-        if len(self._memory[0]) < num_bytes:
-            self._memory[0] = bytearray(num_bytes)
-        data = memoryview(self._memory[0])[:num_bytes]
-        reader: ResponseBody | None = response.extensions.get(BODY_READER_EXTENSION)
-        if reader is None:
-            async for part in response.aiter_raw():
-                data[at : at + len(part)] = part
-                at += len(part)
-        has_more = reader is not None
-        while reader is not None and has_more:
-            async with asyncio.timeout(SILENCE_SECONDS):
-                if at < num_bytes:
-                    count, has_more = await reader.read_into(data[at:], SILENCE_SECONDS / 5)
-                    at += count
-                else:
-                    _, has_more = await reader.read()
-        if at != num_bytes:
-            raise BadInput("the records are incomplete", code="malformed_frame", expected=num_bytes, actual=at)
-        return data
+    def __init__(self, room_bytes: int, max_bytes: int) -> None:
+        self._memory = np.empty(room_bytes, np.uint8).data
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @property
+    def content(self) -> memoryview:
+        """The bytes that have been received."""
+        return self._memory[: self._num_bytes]
+
+    @override
+    def get_buffer(self) -> memoryview:
+        if self._num_bytes == len(self._memory):
+            if self._num_bytes > self._max_bytes:
+                text = "the records of the pserver are too large"
+                raise BadInput(text, code="malformed_frame", expected=f"<= {self._max_bytes} bytes")
+            grown = np.empty(2 * self._num_bytes, np.uint8).data
+            grown[: self._num_bytes] = self._memory
+            self._memory = grown
+        return self._memory[self._num_bytes :]
+
+    @override
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+
+    @override
+    def feed(self, data: memoryview) -> None:
+        while len(data):
+            room = self.get_buffer()[: len(data)]
+            room[:] = data[: len(room)]
+            self.buffer_updated(len(room))
+            data = data[len(room) :]
 
 
 def _check_incarnation(response: httpx.Response, incarnation: Incarnation) -> None:
@@ -139,12 +141,6 @@ def _check_incarnation(response: httpx.Response, incarnation: Incarnation) -> No
 
 def _identify(replica: Replica) -> dict[str, Any]:
     return {"run": replica.installed.run, "attempt": replica.installed.attempt}
-
-
-async def _raise_for_answer(response: httpx.Response) -> None:
-    if may_be_problem(response):
-        await response.aread()
-        raise_for_problem(response)
 
 
 def check_software(served: ServedRun) -> None:

@@ -127,11 +127,10 @@ class Replica(SyncRun):
 
 
 class Lag:
-    """The reports of a leader that a replica has not reached, and the size of its newest update."""
+    """The rounds that the leader of a replica has reported, and the replica has not applied."""
 
     def __init__(self) -> None:
         self.round: Round = 0  # of the replica
-        self._record_bytes = 0
         self._reports: deque[tuple[Round, float]] = deque()  # later rounds than the replica's, with their times
 
     def note_leader(self, round_: Round, now: float) -> None:
@@ -141,9 +140,9 @@ class Lag:
         elif round_ > max(self.round, self._newest):
             self._reports[-1] = round_, self._reports[-1][1]
 
-    def note_applied(self, round_: Round, num_bytes: int) -> None:
-        """Note the newest round of the replica, and the size of its record."""
-        self.round, self._record_bytes = round_, num_bytes
+    def note_applied(self, round_: Round) -> None:
+        """Note the newest round of the replica."""
+        self.round = round_
         while self._reports and self._reports[0][0] <= round_:
             self._reports.popleft()
 
@@ -160,11 +159,6 @@ class Lag:
     def rounds(self) -> int:
         """The number of rounds that the replica lacks."""
         return max(0, self._newest - self.round)
-
-    @property
-    def num_bytes(self) -> int:
-        """The estimated size of the updates that the replica lacks."""
-        return self.rounds * self._record_bytes
 
     def seconds(self, now: float) -> float:
         """Return the time since the leader reported the first round that the replica lacks; 0 if it lacks none."""

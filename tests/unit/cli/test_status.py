@@ -62,7 +62,7 @@ WITH_STANDBYS = STATE.model_copy(
     update={
         "standbys": (
             StandbyStatus(
-                **STANDBY, run="5f0c", round=1232, lag_rounds=2, lag_bytes=8192, lag_seconds=0.25, role="in_sync"
+                **STANDBY, run="5f0c", round=1232, lag_rounds=2, lag_seconds=0.25, role="in_sync"
             ),
             StandbyStatus(**STANDBY),
         ),
@@ -87,9 +87,9 @@ trainer  state   round  results                    heartbeat
 """),
     "overrides": (WITH_STANDBYS, "parameter w is frozen\n"),
     "standbys": (WITH_STANDBYS, """\
-standby of  address             state           round  lag                           heartbeat
-pserver 0   http://127.0.0.1:2  in sync         1,232  2 rounds, 8,192 bytes, 0.2 s  0.5 s ago
-pserver 0   http://127.0.0.1:2  no replica yet      0  0 rounds, 0 bytes, 0.0 s      0.5 s ago
+standby of  address             state           round  lag              heartbeat
+pserver 0   http://127.0.0.1:2  in sync         1,232  2 rounds, 0.2 s  0.5 s ago
+pserver 0   http://127.0.0.1:2  no replica yet      0  0 rounds, 0.0 s  0.5 s ago
 """),
     "a ring": (IN_A_RING, """\
 run 5f0c: training, mode sync in a ring, round 1,234, 3 parameters, 4,000 bytes

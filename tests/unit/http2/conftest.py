@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -16,7 +15,6 @@ from services.runtime.app import add_raw_route
 
 from ..runtime.conftest import clean_environment, configured_logs
 from ..runtime.support import Sample, running
-from .shells import SHELLS, Shell
 from .sockets import Caller, connect, until
 
 __all__ = ["clean_environment", "configured_logs"]
@@ -84,20 +82,6 @@ class Served:
             await self.look(scope, receive, send)
         messages = [(await receive())["type"] for _ in range(2)]
         self.ended.append(messages[-1])
-
-
-@pytest.fixture(params=SHELLS.values(), ids=SHELLS)
-def shell(request: pytest.FixtureRequest) -> Shell:
-    """Return the transport of a client, with an event loop or without."""
-    made: Shell = request.param
-    return made
-
-
-@pytest.fixture
-async def client(shell: Shell) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client over HTTP/2."""
-    async with httpx.AsyncClient(transport=shell(), trust_env=False) as http:
-        yield http
 
 
 @pytest.fixture

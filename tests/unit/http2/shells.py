@@ -1,15 +1,12 @@
-"""Both shells of the client as transports of httpx.AsyncClient."""
+"""The client as a transport of httpx.AsyncClient."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, TypeAlias
 
 import httpx
 
 from ps_config.certificates import TlsFiles
-from ps_http2.client import Http2Transport
 from ps_http2.client_connection import BODY_EXTENSION, SINK_EXTENSION, read_headers
 from ps_http2.polled_client import Call, PolledTransport
 
@@ -41,7 +38,3 @@ class PolledOnLoop(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         self.polled.close()
-
-
-Shell: TypeAlias = Callable[..., Any]
-SHELLS = {"asyncio": Http2Transport, "polled": PolledOnLoop}

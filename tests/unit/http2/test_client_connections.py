@@ -17,14 +17,13 @@ import pytest
 from h2.events import RequestReceived, StreamEnded
 
 from ps_config.certificates import TlsFiles
-from ps_http2 import client as asyncio_client
 from ps_http2 import client_connection, frames, polled_client
 from ps_http2.client_connection import LOCAL_EXTENSION
 from ps_http2.frames import ErrorCode, pack
 from ps_http2.local_sockets import connect_locally, local_name
 
 from ..protocol.test_certificates import Authority
-from .shells import PolledOnLoop, Shell
+from .shells import PolledOnLoop
 from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, in_turn, secure, serving
 from .support import Collector
 
@@ -56,7 +55,7 @@ async def test_an_address_without_a_server_is_a_connect_error(client: httpx.Asyn
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
-    for module in (client_connection, asyncio_client, polled_client):
+    for module in (client_connection, polled_client):
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -241,14 +240,14 @@ async def test_an_interrupt_while_bytes_move_loses_the_connection() -> None:
     [(["http/1.1"], True, "does not speak"), ([], True, "does not speak"), (["h2"], False, "certificate")],
 )
 async def test_a_server_without_http2_or_trust_is_a_connect_error(
-    protocols: list[str], is_trusted: bool, error: str, authority: Authority, shell: Shell
+    protocols: list[str], is_trusted: bool, error: str, authority: Authority
 ) -> None:
     files = authority.issue("service")
 
     async def silent(talker: Talker) -> None:
         await talker.reader.read()
 
-    transport = shell(TlsFiles(files.ca if is_trusted else None))
+    transport = PolledOnLoop(TlsFiles(files.ca if is_trusted else None))
     async with (
         httpx.AsyncClient(transport=transport) as client,
         serving(silent, tls=secure(files, *protocols)) as address,

@@ -12,7 +12,7 @@ import pytest
 from ps_protocol.errors import TryAgain
 from ps_protocol.membership import WantCheckpoint
 from ps_protocol.messages import PserverHeartbeatReply
-from services.pserver.durable import snapshots
+from services.pserver.durable import storage as run_storage
 from services.pserver.durable.snapshot_writer import Publisher
 from services.pserver.durable.update_log import list_segments
 from services.pserver.heartbeat import make_heartbeat
@@ -76,7 +76,7 @@ async def test_one_that_fails_is_made_again_on_request(tmp_path, monkeypatch, st
         await b.play_round(1)
         with monkeypatch.context() as patch:
             error = failing(OSError("no space left on device"))
-            patch.setattr(*((snapshots, "write_file", error) if step == "write" else (Publisher, "_copy", error)))
+            patch.setattr(*((run_storage, "write_file", error) if step == "write" else (Publisher, "_copy", error)))
             await want(b, 1, is_over=True)
             await b.wait_until_published()
         assert (published(b), b.metric("gradpost_checkpoint_failures_total")) == (0, 1)

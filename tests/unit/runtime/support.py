@@ -14,12 +14,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from ps_http2.client import Http2Transport
 from ps_protocol.errors import StaleRound
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
+
+from ..http2.shells import PolledOnLoop
 
 
 class Greeting(BaseModel):
@@ -153,7 +154,7 @@ def http2_client() -> httpx.AsyncClient:
 
 def trainer_client() -> httpx.AsyncClient:
     """Return the client with which trainers send tensors over HTTP/2."""
-    return httpx.AsyncClient(transport=Http2Transport(), timeout=None, trust_env=False)
+    return httpx.AsyncClient(transport=PolledOnLoop(), timeout=None, trust_env=False)
 
 
 class RawConnection:

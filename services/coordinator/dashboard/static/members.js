@@ -117,7 +117,6 @@ export function showStandbys({ standbys, num_pservers: numPservers }) {
     ["", (cell, s) => show(cell, s.address, s.address)],
     figure("round", format.count),
     figure("lag_rounds", format.count),
-    figure("lag_bytes", format.bytes),
     figure("lag_seconds", format.age),
     ["number", (cell, s) => showAge(cell, s.heartbeat_age_seconds)],
   ]);

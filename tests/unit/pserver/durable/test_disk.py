@@ -9,7 +9,7 @@ import pytest
 
 from ps_protocol.errors import StorageFailed
 from services.coordinator.shell import RecordFile
-from services.pserver.durable import snapshots
+from services.pserver.durable import storage as run_storage
 from services.pserver.durable.disk import (
     IDENTITY,
     Disk,
@@ -140,7 +140,7 @@ def test_a_copy_that_is_interrupted_leaves_no_run(tmp_path, monkeypatch):
     train(tmp_path, 2, (0,))
     disk = open_disk(tmp_path, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "write_file", refuse)
+        patch.setattr(run_storage, "write_file", refuse)
         with pytest.raises(OSError, match="Input/output error"):
             disk.begin_replica(install_for(PLAN), 0, memoryview(b""), Restored(new_shard(PLAN), History()))
     disk.close()

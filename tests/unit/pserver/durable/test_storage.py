@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict, UpdatesGone
-from services.pserver.durable import snapshots, update_log
+from services.pserver.durable import storage as run_storage
+from services.pserver.durable import update_log
 from services.pserver.durable.records import Record, parse_records
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
@@ -98,7 +99,7 @@ def test_a_snapshot_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch
     train(tmp_path, 11)
     storage = reopen(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "read_file", refuse)
+        patch.setattr(run_storage, "read_file", refuse)
         with pytest.raises(OSError, match="Input/output error"):
             storage.restore()
     assert storage.restore().round == 11

@@ -13,8 +13,7 @@ import httpx
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ps_http2.client import Http2Transport
-from ps_http2.stream import MIN_WINDOW_BYTES
+from ps_http2.polled_client import PolledTransport
 from ps_protocol.errors import StaleRun
 from ps_protocol.membership import PserverRegistered
 from ps_protocol.routes import UPDATES
@@ -36,8 +35,8 @@ from ..test_replication import logging
 Change = Callable[[Scope, Message], Message]
 
 
-def open_updates() -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=Http2Transport(window=MIN_WINDOW_BYTES))
+def open_updates() -> httpx.Client:
+    return httpx.Client(transport=PolledTransport(), trust_env=False)
 
 
 class Confirmation(NamedTuple):

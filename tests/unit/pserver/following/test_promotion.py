@@ -17,7 +17,7 @@ from ps_protocol.membership import PserverRegistered
 from ps_protocol.routes import REGISTER_PSERVER
 from ps_protocol.standbys import FenceStandby, StandbyAnswer
 from services.pserver import registration
-from services.pserver.durable import disk, snapshots, storage, update_log
+from services.pserver.durable import disk, storage, update_log
 from services.pserver.durable.disk import Disk, StateFolder
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
@@ -40,7 +40,7 @@ async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
         await standby.catch_up()
         with monkeypatch.context() as patch:
             for owner, name in (
-                (snapshots, "read_file"),
+                (storage, "read_file"),
                 (storage, "replay_update"),
                 (update_log, "read_records"),
                 (disk.Disk, "find_place"),
