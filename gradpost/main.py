@@ -380,7 +380,7 @@ TokensDir = Annotated[
 def create_token(
     folder: TokensDir = None,
     scope: Annotated[
-        Literal["read", "train", "replicate", "admin", "all"], typer.Option(help="The scope to create a token for.")
+        Literal["read", "train", "admin", "all"], typer.Option(help="The scope to create a token for.")
     ] = "all",
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Replace existing tokens; each stays valid until the next rotation.")

@@ -52,7 +52,7 @@ class Settings(BaseSettings):
     tls_client_key: Path | None = Field(default=None, description="PEM file of the private key of `tls_client_cert`")
     tokens_dir: Path | None = Field(
         default=None,
-        description="folder of tokens, in files named `read`, `train`, `replicate` and `admin`. All are accepted",
+        description="folder of tokens, in files named `read`, `train` and `admin`. All are accepted",
     )
     token_file: Path | None = Field(
         default=None,

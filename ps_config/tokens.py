@@ -13,21 +13,15 @@ import hmac
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from .environment import SettingsError, stamp_file
 
-Scope = Literal["read", "train", "replicate", "admin"]
+Scope = Literal["read", "train", "admin"]
 
-SCOPES: tuple[Scope, ...] = ("read", "train", "replicate", "admin")  # a wider one is after the scopes that it includes
-_INCLUDED: Mapping[Scope, tuple[Scope, ...]] = {
-    "read": ("read",),
-    "train": ("read", "train"),
-    "replicate": ("read", "replicate"),
-    "admin": SCOPES,
-}
+SCOPES: tuple[Scope, ...] = ("read", "train", "admin")  # each includes those before it
 PREVIOUS = ".previous"
 MIN_LENGTH, MAX_LENGTH = 20, 1000
 CHECK_SECONDS = 1.0  # until a changed file is read; a token that is not known makes the service read it at once
@@ -41,10 +35,10 @@ Warn = Callable[[str], None]
 def includes(given: Scope, needed: Scope) -> bool:
     """Return whether a token of scope `given` is sufficient where scope `needed` is required.
 
-    >>> includes("admin", "train"), includes("replicate", "train")
+    >>> includes("admin", "train"), includes("read", "train")
     (True, False)
     """
-    return needed in _INCLUDED[given]
+    return SCOPES.index(needed) <= SCOPES.index(given)
 
 
 def parse_authorization(header: str) -> str | None:

@@ -42,7 +42,7 @@ from services.runtime.app import make_app
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import KnownHosts, make_peer_client, may_administer
+from services.runtime.security import KnownHosts, make_peer_client
 from services.runtime.server import run_service, serve
 
 from .administration import add_administration_routes
@@ -186,9 +186,9 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         coordinator.changed()
 
     @app.post(routes.REPORT_STANDBY, tags=["membership"])
-    async def report_standby(report: ReportStandby, request: Request) -> StandbyAnswer:
+    async def report_standby(report: ReportStandby) -> StandbyAnswer:
         """Register a standby or renew its lease, and return the pserver that it follows."""
-        answer = cluster.report_standby(report, coordinator.now(), may_lead=may_administer(request.scope))
+        answer = cluster.report_standby(report, coordinator.now())
         coordinator.failover.note_standby(report)
         if answer.stop:
             coordinator.changed()
@@ -288,8 +288,7 @@ class TargetGroup(BaseModel):
 def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     """Return one target group for each pserver, standby and trainer that serves `/metrics`, with role and number.
 
-    The coordinator itself is left out, since the caller knows its address. So is a standby with the scope `replicate`
-    only, because Prometheus sends its token there.
+    The coordinator itself is left out, since the caller knows its address.
     """
     groups = [
         _group(member.info.address, role="pserver", pserver=str(index))
@@ -298,7 +297,6 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     groups += [
         _group(standby.report.address, role="standby", pserver=str(standby.report.follows))
         for standby in cluster.registry.standbys.values()
-        if standby.may_lead
     ]
     groups += [
         _group(trainer.metrics_address, role="trainer", trainer=str(rank))

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 import torch
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Query, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
@@ -21,7 +21,6 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.standbys import ServedRun
 from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
-from services.runtime.security import may_administer
 
 from .durable.storage import RunStorage
 from .pserver import Pserver
@@ -29,7 +28,7 @@ from .run.run import Run
 from .run.sync_run import SyncRun
 from .shard.shard_state import ShardState
 
-MAX_READERS = 16  # at once, beside the standbys that may lead
+MAX_READERS = 16  # at once
 MAX_WAIT_SECONDS = 10.0
 UPDATES_TYPE = "application/x-gradpost-updates"
 
@@ -153,9 +152,7 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
 def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     """Add the routes that followers read."""
-    # Of standbys that may lead, and of all other readers, which would keep the former from a copy.
-    places = {may_lead: LargeReplies(max_at_once=MAX_READERS) for may_lead in (True, False)}
-    copies = {may_lead: LargeReplies(max_at_once=1) for may_lead in (True, False)}
+    places, copies = LargeReplies(max_at_once=MAX_READERS), LargeReplies(max_at_once=1)
     binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
     def check_run(run: str, attempt: int) -> Run:
@@ -183,7 +180,6 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         responses={200: {"content": {UPDATES_TYPE: binary}}},
     )
     async def updates(
-        request: Request,
         run: Identifier,
         attempt: OrdinalText,
         after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
@@ -193,13 +189,11 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         ] = 0,
         standby: Annotated[
             Instance | None,
-            Query(description="reader that holds all updates up to `after`; ignored without scope `admin`"),
+            Query(description="standby that holds all updates up to `after`"),
         ] = None,
     ) -> Response:
         """Return whole records of the log behind a round, waiting for the first one, or none of them in time."""
-        may_lead = may_administer(request.scope)
-        served = check_run(run, attempt)
-        return UpdatesReply(places[may_lead], served, after, digest, wait_seconds, standby if may_lead else None)
+        return UpdatesReply(places, check_run(run, attempt), after, digest, wait_seconds, standby)
 
     @app.get(
         routes.SHARD_COPY,
@@ -207,7 +201,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         response_class=Response,
         responses={200: {"content": {CONTENT_TYPE: binary}}},
     )
-    async def shard_copy(request: Request, run: Identifier, attempt: OrdinalText) -> Response:
+    async def shard_copy(run: Identifier, attempt: OrdinalText) -> Response:
         """Return values, optimizer state and history of this shard, as of one round: the file of a checkpoint."""
         served = check_run(run, attempt)
-        return LargeReply(copies[may_administer(request.scope)], lambda: copy_shard(served), CONTENT_TYPE)
+        return LargeReply(copies, lambda: copy_shard(served), CONTENT_TYPE)

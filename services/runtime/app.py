@@ -54,7 +54,7 @@ _TOKEN_RESPONSES = {
 _TOKEN_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "A token of the named scope: `train` and `replicate` include `read`, and `admin` includes all. "
+    "description": "A token of the named scope: `train` includes `read`, and `admin` includes both. "
     "A service without `tokens_dir` needs no token.",
 }
 

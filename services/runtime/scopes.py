@@ -44,11 +44,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.CONTROLS): "read",
     ("GET", routes.TARGETS): "read",
     ("GET", routes.CHECKPOINTS): "read",
-    # followers of a pserver
-    ("GET", routes.UPDATES): "replicate",
-    ("GET", routes.SHARD_COPY): "replicate",
-    ("GET", routes.RUN): "replicate",
-    ("POST", routes.REPORT_STANDBY): "replicate",
     # trainers
     ("POST", routes.SEND): "train",
     ("POST", routes.GET): "train",
@@ -63,6 +58,10 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("POST", routes.TRAINER_HEARTBEAT): "train",
     ("POST", routes.LEAVE): "train",
     # services among each other
+    ("GET", routes.UPDATES): "admin",
+    ("GET", routes.SHARD_COPY): "admin",
+    ("GET", routes.RUN): "admin",
+    ("POST", routes.REPORT_STANDBY): "admin",
     ("POST", routes.REGISTER_PSERVER): "admin",
     ("POST", routes.PSERVER_HEARTBEAT): "admin",
     ("POST", routes.PSERVER_ENDED): "admin",

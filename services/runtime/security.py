@@ -25,7 +25,6 @@ log = get_logger()
 
 TOKEN_WAIT_SECONDS = 60.0  # until the token is written: services and trainers may be started in any order
 TOKEN_KEY = "gradpost.token"  # in a request's scope
-GIVEN_KEY = "gradpost.scope"  # of the token
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _READING = frozenset({"GET", "OPTIONS"})
 
@@ -133,9 +132,7 @@ class Guard:
                 self._good_authorities.add(host)
         if origin and scope["method"] not in _READING:
             _check_origin(origin.decode("latin-1"), (host or b"").decode("latin-1"))
-        if self.tokens is None:
-            scope.setdefault(GIVEN_KEY, "admin")
-        elif needed is not None:
+        if self.tokens is not None and needed is not None:
             self._check_token(self.tokens, scope, needed, authorization.decode("latin-1"))
 
     def _check_host(self, authority: str) -> None:
@@ -155,7 +152,7 @@ class Guard:
                 needed=needed,
             )
         given = tokens.scope_of(token)
-        scope[TOKEN_KEY], scope[GIVEN_KEY] = token, given
+        scope[TOKEN_KEY] = token
         if given is None:
             raise Unauthenticated("the bearer token is not valid for this service", needed=needed)
         if not includes(given, needed):
@@ -170,11 +167,6 @@ def name_token(scope: Scope) -> str:
     """Return a name for the token of a request: the beginning of its digest, which does not reveal the token."""
     token = scope.get(TOKEN_KEY)
     return "no token" if token is None else f"token {hashlib.sha256(token.encode()).hexdigest()[:8]}"
-
-
-def may_administer(scope: Scope) -> bool:
-    """Return whether a request may do everything: its token has the scope `admin`, or the service has no tokens."""
-    return bool(scope.get(GIVEN_KEY) == "admin")
 
 
 def _check_origin(origin: str, authority: str) -> None:

@@ -186,7 +186,7 @@ class Cluster:
             exit_code=self.exit_code,
         )
 
-    def report_standby(self, report: ReportStandby, now: float, *, may_lead: bool = True) -> StandbyAnswer:
+    def report_standby(self, report: ReportStandby, now: float) -> StandbyAnswer:
         """Register a standby or renew its lease, and return the pserver to follow, if it serves the current run.
 
         Raises Conflict for an index without a pserver, and the errors of `PserverRegistry.report_standby`.
@@ -199,8 +199,8 @@ class Cluster:
                 f"there is no pserver {report.follows} to follow",
                 code="world_mismatch", expected=f"0 to {registry.num_pservers - 1}", actual=report.follows,
             )  # fmt: skip
-        self.registry = self.registry.report_standby(report, now, may_lead=may_lead)
-        leader = describe_leader(self.run, registry, report, may_lead=may_lead)
+        self.registry = self.registry.report_standby(report, now)
+        leader = describe_leader(self.run, registry, report)
         return StandbyAnswer(lease_seconds=self.lease_seconds, stop=self.has_ended, exit_code=self.exit_code, **leader)
 
     def find_required(self, index: PserverIndex, incarnation: Incarnation) -> RequiredStandbys | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ps_protocol.errors import Conflict, Forbidden, StalePserver, TryAgain
+from ps_protocol.errors import Conflict, StalePserver, TryAgain
 from ps_protocol.membership import PserverRegistered, RegisterPserver
 from ps_protocol.messages import PserverHeartbeat, PserverInfo
 from ps_protocol.standbys import ReportStandby
@@ -68,14 +68,10 @@ class PserverMember:
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A standby, which follows a pserver. It is kept in memory only, since it reports again.
-
-    `may_lead`: its token allows what a pserver does. The coordinator sends its own token to the address of a leader.
-    """
+    """A standby, which follows a pserver. It is kept in memory only, since it reports again."""
 
     report: ReportStandby
     seen_at: float  # by the monotonic clock
-    may_lead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,20 +245,17 @@ class PserverRegistry:
 
     # ------------------------------------------------------------------ standbys
 
-    def report_standby(self, report: ReportStandby, now: float, *, may_lead: bool = True) -> PserverRegistry:
+    def report_standby(self, report: ReportStandby, now: float) -> PserverRegistry:
         """Add a standby, or renew its lease.
 
-        Raises TryAgain beyond `MAX_STANDBYS`, and Forbidden for a standby that another token has reported.
+        Raises TryAgain beyond `MAX_STANDBYS`.
         """
-        known = self.standbys.get(report.instance)
-        if known is not None and known.may_lead and not may_lead:
-            raise Forbidden("another token, of scope `admin`, has reported this standby")
         others = {instance: standby for instance, standby in self.standbys.items() if instance != report.instance}
         if report.is_stopping:
             return replace(self, standbys=others)
         if len(others) >= MAX_STANDBYS:
             raise TryAgain(f"the limit of {MAX_STANDBYS} standbys is reached", code="overloaded")
-        return replace(self, standbys={**others, report.instance: Standby(report, now, may_lead)})
+        return replace(self, standbys={**others, report.instance: Standby(report, now)})
 
     def drop_standby(self, address: str) -> PserverRegistry:
         """Remove the standby at an address, whose process has ended or become a pserver."""
@@ -270,4 +263,4 @@ class PserverRegistry:
 
     def find_successors(self, index: PserverIndex) -> dict[Replica, Standby]:
         """Return the standbys of a pserver that may replace it."""
-        return {key: one for key, one in self.standbys.items() if one.report.follows == index and one.may_lead}
+        return {key: one for key, one in self.standbys.items() if one.report.follows == index}

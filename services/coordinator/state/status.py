@@ -117,14 +117,14 @@ def describe_plan(run: Run, pservers: tuple[PserverInfo, ...], rank: Rank) -> Pl
     )
 
 
-def describe_leader(run: Run, registry: PserverRegistry, report: ReportStandby, *, may_lead: bool) -> dict[str, Any]:
+def describe_leader(run: Run, registry: PserverRegistry, report: ReportStandby) -> dict[str, Any]:
     """Return the fields of the pserver that a standby follows, if it serves the current run."""
     leader = registry.known.get(report.follows)
     if leader is not None and leader.is_lost and leader.record.promoted_at:
         return {"incarnation": leader.info.incarnation}
     if leader is None or leader.is_lost or leader.attempt_id != run.record.attempt_id:
         return {}
-    may_join = may_lead and run.settings.is_replicated and run.record.state == "training"
+    may_join = run.settings.is_replicated and run.record.state == "training"
     return {
         "leader": leader.info.address,
         "incarnation": leader.info.incarnation,

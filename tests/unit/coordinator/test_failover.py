@@ -27,7 +27,6 @@ from services.coordinator.process import make_coordinator_app, measure_cluster
 from services.coordinator.shell import RecordFile
 from services.coordinator.state.replicas import Replicas
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import GIVEN_KEY
 
 from ...raising import raises_code
 from .coordinating import FakePservers, answering, eventually, training
@@ -226,24 +225,6 @@ async def test_a_set_that_is_not_written_is_not_answered(monkeypatch: pytest.Mon
                 await cluster.beat("s")
         assert (await cluster.beat("s")).required.instances == ("standby s",)
         assert read_replicas(coordinator).joining == {"standby s"}
-
-
-async def test_a_standby_without_the_scope_of_pservers_does_not_join() -> None:
-    """The coordinator would send it the token of an administrator."""
-    async with running("s") as cluster:
-        app = make_coordinator_app(cluster.coordinator, ServiceMetrics("coordinator"))
-
-        async def with_scope(scope: Any, receive: Any, send: Any) -> None:
-            await app({**scope, GIVEN_KEY: "replicate"}, receive, send)
-
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=with_scope)) as http:
-            lesser = Cluster(cluster.coordinator, http, cluster.processes)
-            await lesser.report("s")
-            assert (await cluster.beat("s")).required.instances == ()
-            await cluster.report("t")
-            with raises_code("forbidden"):
-                await lesser.report("t", round=APPLIED + 1)
-        assert (await cluster.beat("st")).required.instances == ("standby t",)
 
 
 # ---------------------------------------------------------------- fail-over

@@ -127,7 +127,6 @@ async def test_a_standby_joins_only_while_the_run_trains() -> None:
     async with after_fail_over() as cluster:
         state = cluster.coordinator.cluster
         report = ReportStandby(protocol=PROTOCOL_VERSION, instance="standby t", address="http://t:1", follows=0)
-        assert not state.report_standby(report, 0.0, may_lead=False).is_joining
         assert state.report_standby(report, 0.0).is_joining
         state.registry = state.registry.change_replicas(0, lambda one: replace(one, in_sync=frozenset({"standby t"})))
         assert not state.report_standby(report, 0.0).is_joining

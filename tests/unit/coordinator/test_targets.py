@@ -49,14 +49,12 @@ def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
     ]
 
 
-def test_a_standby_is_a_target_if_its_token_is_that_of_a_service():
+def test_a_standby_is_a_target():
     cluster = cluster_of(["http://10.0.0.1:7071"], [None])
-    for number, may_lead in enumerate((True, False)):
-        address = f"http://10.0.0.2:{number + 1}"
-        report = ReportStandby(
-            protocol=PROTOCOL_VERSION, instance=f"standby number {number}", address=address, follows=0
-        )
-        cluster.report_standby(report, 0, may_lead=may_lead)
+    report = ReportStandby(
+        protocol=PROTOCOL_VERSION, instance="standby number 0", address="http://10.0.0.2:1", follows=0
+    )
+    cluster.report_standby(report, 0)
     [_, group] = describe_targets(cluster)
     assert (group["targets"], group["labels"]["role"]) == (["10.0.0.2:1"], "standby")
     assert group["labels"]["pserver"] == "0"

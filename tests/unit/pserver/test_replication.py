@@ -30,7 +30,6 @@ from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.security import GIVEN_KEY
 
 from .oracle import make_options
 from .support import Bench, bench, encode, until
@@ -41,7 +40,7 @@ Stop = Callable[[Bench], Any]
 class Reader:
     """A request of the application, without a network. It takes parts of the answer while `takes` is set."""
 
-    def __init__(self, b: Bench, path: str, given: str = "admin", **query: Any) -> None:
+    def __init__(self, b: Bench, path: str, **query: Any) -> None:
         self.status = 0
         self.body = bytearray()
         self.headers: dict[bytes, bytes] = {}
@@ -51,7 +50,7 @@ class Reader:
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "2", "method": "GET", "scheme": "http",
             "path": path, "raw_path": path.encode(), "query_string": urlencode(query).encode(), "root_path": "",
-            "headers": [(b"host", b"x")], "server": ("x", 1), "client": ("x", 2), GIVEN_KEY: given,
+            "headers": [(b"host", b"x")], "server": ("x", 1), "client": ("x", 2),
         }  # fmt: skip
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver")) if not hasattr(b, "app") else b.app
         b.app = app  # type: ignore[attr-defined]
