@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 import torch
-from fastapi import FastAPI, Query, Response
-from starlette.types import Receive, Scope, Send
+from fastapi import FastAPI, Query, Request, Response
 
 from ps_protocol import routes
 from ps_protocol.errors import Conflict, GradpostError, StaleRun
@@ -28,88 +27,57 @@ from .run.run import Run
 from .run.sync_run import SyncRun
 from .shard.shard_state import ShardState
 
-MAX_READERS = 16  # at once
 MAX_WAIT_SECONDS = 10.0
 UPDATES_TYPE = "application/x-gradpost-updates"
 
 
-class UpdatesReply(Response):
-    """The records of the log behind a round, as they are in its file; the request waits for the first one.
+async def find_updates(
+    run: Run, after: Round, chain: str | None, wait_seconds: float, standby: Instance | None, left: asyncio.Task[None]
+) -> Response:
+    """Return the records of the log behind a round, as they are in its file, or none if there are none in time.
 
-    A standby that asks for the updates after a round holds all updates up to it: that is its confirmation.
+    A standby that asks for the updates after a round holds all updates up to it: that is its confirmation. The wait
+    ends when the client has `left`.
     """
+    storage, standbys = _require_log(run), None if standby is None else run.standbys
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
-    def __init__(
-        self,
-        places: LargeReplies,
-        run: Run,
-        after: Round,
-        chain: str | None,
-        wait_seconds: float,
-        standby: Instance | None,
-    ) -> None:
-        super().__init__()
-        self._places = places
-        self._run = run
-        self._storage = _require_log(run)
-        self._after = after
-        self._chain = chain
-        self._wait_seconds = wait_seconds
-        self._standby = standby or ""
-        self._standbys = None if standby is None else run.standbys
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(changed.set)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for records and send them, unless the client disconnects."""
-        left = watch_for_disconnect(receive)
-        try:
-            async with self._places.slot():
-                records = await self._find_records(left)
-                tail = self._storage.log.tail
-                headers = {
-                    "gradpost-incarnation": str(self._run.installed.incarnation),
-                    "gradpost-round": str(self._after if tail is None else tail.round),
-                }
-                await Response(records, headers=headers, media_type=UPDATES_TYPE)(scope, receive, send)
-        finally:
-            left.cancel()
-
-    async def _find_records(self, left: asyncio.Task[None]) -> bytes:
-        """Return the next records, or nothing if there are none in time."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(changed.set)
-
-        left.add_done_callback(lambda _: changed.set())
-        log, deadline = self._storage.log, loop.time() + self._wait_seconds
-        log.wakers.add(wake)
-        confirmation, records = 0, b""
-        try:
-            while True:
-                changed.clear()
-                failure = self._run.failure  # before the read, which then finds the last update
-                try:
-                    if not log.is_newest(self._after, self._chain):  # no thread for an idle pserver
-                        records = await asyncio.to_thread(log.read_behind, self._after, self._chain)
-                except GradpostError:
-                    self._run.check_failure()  # which may have closed the log
-                    raise
-                except OSError as error:
-                    raise self._run.storage_failed("read its log", error) from error
-                if self._standbys is not None and not confirmation:
-                    confirmation = self._standbys.confirm(self._standby, self._after)
-                if not records and failure is not None:
-                    self._run.check_failure()
-                if records or loop.time() >= deadline or left.done():
-                    return records
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(deadline):
-                        await changed.wait()
-        finally:
-            log.wakers.discard(wake)
-            if left.done() and self._standbys is not None:
-                self._standbys.remove(self._standby, confirmation)
+    left.add_done_callback(lambda _: changed.set())
+    log, deadline = storage.log, loop.time() + wait_seconds
+    log.wakers.add(wake)
+    confirmation, records = 0, b""
+    try:
+        while True:
+            changed.clear()
+            failure = run.failure  # before the read, which then finds the last update
+            try:
+                if not log.is_newest(after, chain):  # no thread for an idle pserver
+                    records = await asyncio.to_thread(log.read_behind, after, chain)
+            except GradpostError:
+                run.check_failure()  # which may have closed the log
+                raise
+            except OSError as error:
+                raise run.storage_failed("read its log", error) from error
+            if standbys is not None and standby is not None and not confirmation:
+                confirmation = standbys.confirm(standby, after)
+            if not records and failure is not None:
+                run.check_failure()
+            if records or loop.time() >= deadline or left.done():
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+    finally:
+        log.wakers.discard(wake)
+        if left.done() and standbys is not None and standby is not None:
+            standbys.remove(standby, confirmation)
+    newest = after if log.tail is None else log.tail.round
+    headers = {"gradpost-incarnation": str(run.installed.incarnation), "gradpost-round": str(newest)}
+    return Response(records, headers=headers, media_type=UPDATES_TYPE)
 
 
 def _require_log(run: Run) -> RunStorage:
@@ -152,7 +120,7 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
 def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
     """Add the routes that followers read."""
-    places, copies = LargeReplies(max_at_once=MAX_READERS), LargeReplies(max_at_once=1)
+    copies = LargeReplies(max_at_once=1)
     binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
     def check_run(run: str, attempt: int) -> Run:
@@ -180,6 +148,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         responses={200: {"content": {UPDATES_TYPE: binary}}},
     )
     async def updates(
+        request: Request,
         run: Identifier,
         attempt: OrdinalText,
         after: Annotated[OrdinalText, Query(description="round of the newest update that the reader has")],
@@ -193,7 +162,11 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         ] = None,
     ) -> Response:
         """Return whole records of the log behind a round, waiting for the first one, or none of them in time."""
-        return UpdatesReply(places, check_run(run, attempt), after, digest, wait_seconds, standby)
+        left = watch_for_disconnect(request.receive)
+        try:
+            return await find_updates(check_run(run, attempt), after, digest, wait_seconds, standby, left)
+        finally:
+            left.cancel()
 
     @app.get(
         routes.SHARD_COPY,

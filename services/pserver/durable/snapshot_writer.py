@@ -233,12 +233,6 @@ class SnapshotWriter:
         while self._writes:
             await asyncio.wait(self._writes)
 
-    async def wait_until_published(self) -> None:
-        """Wait until no snapshot is being written or published."""
-        await self.wait_for_writes()
-        if self._publishing is not None:
-            await asyncio.wait([self._publishing])
-
     async def close(self) -> None:
         """Wait until nothing is being written to the folder. A publication fails, but its copy may go on."""
         await self.wait_for_writes()

@@ -238,12 +238,18 @@ class Bench:
     async def upload_initial(self) -> None:
         blocks = {f"{name}.block0": value for name, value in initial_values().items()}
         await self.call("initial", self.fence(self.install.uploader, 0), encode(blocks))
-        await self.run.writer.wait_until_published()
+        await self._wait_for_writer()
 
     async def wait_until_published(self) -> None:
         """Wait for the running apply, and for the snapshots that are being written and published."""
         await self.run.wait_for_apply()
-        await self.run.writer.wait_until_published()
+        await self._wait_for_writer()
+
+    async def _wait_for_writer(self) -> None:
+        writer = self.run.writer
+        await writer.wait_for_writes()
+        if writer._publishing is not None:
+            await asyncio.wait([writer._publishing])
 
     async def play_round(self, round_: int, ranks: Sequence[int] | None = None) -> bytes:
         """One whole round of these trainers, in order; the bytes of its version."""
