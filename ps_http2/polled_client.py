@@ -171,7 +171,7 @@ class PolledTransport(httpx.BaseTransport):
                 if call.stream is not None and call.stream.received_bytes > received_bytes:
                     received_bytes, deadline = call.stream.received_bytes, now + seconds
                 if now >= deadline:
-                    raise httpx.ReadTimeout(f"the server was silent for {seconds:g} s")
+                    raise httpx.ReadTimeout(f"no response within {seconds:g} s")
                 self.wait(deadline - now)
         except BaseException:
             call.cancel()
