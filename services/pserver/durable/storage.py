@@ -155,11 +155,6 @@ class RunStorage:
         return None if tail is None else (tail.round, tail.chain)
 
     @property
-    def is_async(self) -> bool:
-        """True if rounds are numbers of this pserver's own contributions."""
-        return self._install.consistency.is_async
-
-    @property
     def has_log(self) -> bool:
         """True if updates are logged."""
         return self._install.durability != "none"
