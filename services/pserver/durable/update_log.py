@@ -115,7 +115,9 @@ class UpdateLog:
         self._spare = folder / "spare"
         self.durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
-        self.positions: list[Position] = []  # the newest update, or the round that the log begins after; those before
+        self.positions: list[
+            Position
+        ] = []  # the first may be the round that the log begins after
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
