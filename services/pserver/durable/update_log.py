@@ -115,9 +115,7 @@ class UpdateLog:
         self._spare = folder / "spare"
         self.durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
-        self.positions: list[
-            Position
-        ] = []  # the first may be the round that the log begins after
+        self.positions: list[Position] = []  # the first may be the round that the log begins after
         folder.mkdir(parents=True, exist_ok=True)
 
     @property

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ps_protocol.errors import BadInput, GradpostError, RoundPending, StaleRound, TryAgain
@@ -22,16 +21,16 @@ from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.requests import APPLIED_KEY, COMPUTED_ON_KEY, HISTORY_KEY, Completion, Pull, PushAnswer
 from ps_protocol.vocabulary import Rank, Round
+from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from ..durable.storage import Restored
 from ..shard.bodies import Body
 from ..shard.optimizer_blocks import LoadedState
-from ..shard.reply import Reply
+from ..shard.reply import FrameCopy, Reply
 from ..shard.tensors import StagedBlock
 from ..waits import Wait, name_trainers
-from .clocks import Clocks
-from .pulls import PulledState, Pulls, Reader, Reading
+from .clocks import Clocks, PulledState, Pulls
 from .queues import BlockQueue, BlockUpdate, UpdateJobs
 from .run import ENDS_WITH_INTACT_SHARDS, Read, Run
 from .staging import Push, Staged
@@ -41,14 +40,6 @@ log = get_logger()
 T = TypeVar("T")
 
 HOLD_SECONDS = 10.0  # a push that has waited this long must be sent again
-
-
-@dataclass(frozen=True, slots=True)
-class _Pulling:
-    """A trainer's pull that waits for others, `since` by the loop's clock."""
-
-    step: Round
-    since: float
 
 
 def _read_computed_on(completion: Completion) -> Round:
@@ -73,17 +64,18 @@ class QueueRun(Run):
             applied=restored.round if restored else 0,
             steps=restored.history.steps if restored else None,
         )
-        self._pulls = Pulls(rules.max_delay, self._make_restored_pull() if restored else None)
+        self._pulls = Pulls(rules.max_delay, self._copy_state() if restored else None)
         self.queues: dict[str, BlockQueue] = {}  # empty before version 0
         self._turn = asyncio.Lock()  # of the caller that commits a contribution or needs empty queues, in FIFO order
-        self._reader: Reader | None = None
-        self._pulling: dict[Rank, _Pulling] = {}
+        # A thread of its own reads while updates are written, so that even one block may be half old and half new.
+        self._reads = ComputeExecutor() if rules.read_consistency == "none" else self.compute
+        self._pulling: dict[Rank, tuple[Round, float]] = {}  # steps after which pulls wait for others, and since when
         self._install(self.installed.membership)
 
-    def _make_restored_pull(self) -> PulledState:
-        """Return the pull that the trainers of an earlier incarnation of this pserver are assumed to have made."""
-        values = self.shard.values.clone() if self._rules.compensation == "dc" else None
-        return PulledState(dict(self.shard.versions), values)
+    def _copy_state(self) -> PulledState:
+        """Return the state of the shard. Versions come first: the values may be newer than they say, never older."""
+        versions = dict(self.shard.versions)
+        return PulledState(versions, self.shard.values.clone() if self._rules.compensation == "dc" else None)
 
     @property
     def longest_wait(self) -> tuple[Sequence[Rank], float | None]:
@@ -91,7 +83,7 @@ class QueueRun(Run):
 
         A trainer whose pull was answered with RoundPending may never come back, so the clocks decide which pulls wait.
         """
-        found = ((pulling.since, self._find_others(rank, pulling.step)) for rank, pulling in self._pulling.items())
+        found = ((since, self._find_others(rank, step)) for rank, (step, since) in self._pulling.items())
         since, others = min(((since, others) for since, others in found if others), default=(None, []))
         return others, since
 
@@ -271,14 +263,10 @@ class QueueRun(Run):
     # ------------------------------------------------------------------ apply
 
     async def open_reads(self) -> None:
-        """Begin the queues and the reader of the shard's version, which is complete."""
+        """Begin the queues of the shard's version, which is complete."""
         rules, jobs = self._rules, UpdateJobs(self, self.schedule)
         for name in self.shard.layout.place:
             self.queues[name] = BlockQueue(name, max_queued=rules.max_queued, apply=jobs.apply)
-        self._reader = Reader(
-            self.shard, self.compute, self.pool,
-            keep_values=rules.compensation == "dc", owns_thread=rules.read_consistency == "none",
-        )  # fmt: skip
 
     # ------------------------------------------------------------------ pulls
 
@@ -289,46 +277,55 @@ class QueueRun(Run):
         """
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        reader: Reader = await self.wait_for(pull.wait_seconds, lambda: self._find_reader(fence))
+        await self.wait_for(pull.wait_seconds, lambda: self._find_wait(fence))
         self.metrics.barrier_wait.observe(loop.time() - begin)
-        reading = await self._read(reader, fence, pull)
+        frame, state = await self._read(fence, pull)
         self.check_fence(fence)
         self.check_member(fence)
-        self._pulls.record_pull(fence.rank, fence.round, reading.pull)
-        return Reply(fence.round, [reading.frame.buffer], memory=reading.frame)
+        self._pulls.record_pull(fence.rank, fence.round, state)
+        return Reply(fence.round, [frame.buffer], memory=frame)
 
-    async def _read(self, reader: Reader, fence: Fence, pull: Pull) -> Reading:
-        """Read as `read_consistency` says: for `shard` between two contributions, so that all blocks have the same."""
+    async def _read(self, fence: Fence, pull: Pull) -> tuple[FrameCopy, PulledState]:
+        """Read as `read_consistency` says: for `shard` between two contributions, so that all blocks have the same.
+
+        Returns a frame of the pulled blocks, and the state of the whole shard that it shows.
+        """
         async with self._drained() if self._rules.read_consistency == "shard" else contextlib.nullcontext():
             metadata = {**self.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
-            return await reader.read(pull.names or None, metadata)
+            frame = FrameCopy(self.shard.layout.find_places(pull.names or None), metadata, self.pool)
+            run = self._reads.run_at_once if self.shard.is_small else self._reads.run
+            return frame, await run(self._fill, frame)
 
-    def _find_reader(self, fence: Fence) -> Reader | Wait:
+    def _fill(self, frame: FrameCopy) -> PulledState:
+        state = self._copy_state()
+        frame.fill(self.shard.values)
+        return state
+
+    def _find_wait(self, fence: Fence) -> Wait | None:
         self.check_fence(fence)
         self.check_member(fence)
-        if not self.is_readable or self._reader is None:
+        if not self.is_readable:
             return self.describe_wait_for_values()
         if self.schedule.find_missing(fence.rank, fence.round):
             self._check_blocks_run(self.queues)
             return self._describe_wait(fence)
         self._pulling.pop(fence.rank, None)
-        return self._reader
+        return None
 
     def _describe_wait(self, fence: Fence) -> Wait:
         """Return the reason why a trainer's pull waits for clocks. Starts the clock of the wait, unless it runs."""
         rank, step = fence.rank, fence.round
         others = self._find_others(rank, step)
-        pulling = self._pulling.pop(rank, None)
-        if pulling is None or pulling.step != step:
-            pulling = _Pulling(step, asyncio.get_running_loop().time())
+        before, since = self._pulling.pop(rank, (None, 0.0))
+        since = since if before == step else asyncio.get_running_loop().time()
         if others:
-            self._pulling[rank] = pulling
+            self._pulling[rank] = step, since
         return Wait(
             f"step {step} of trainer {rank}",
             name_trainers(others) or "its own update",
             others,
             f"let trainer {rank} go on after step {step}",
-            pulling.since if others and not self.schedule.is_paused else None,
+            since if others and not self.schedule.is_paused else None,
             {"clocks": self.schedule.clocks},
         )
 
@@ -377,6 +374,6 @@ class QueueRun(Run):
         if not isinstance(reason, ENDS_WITH_INTACT_SHARDS):
             for queue in self.queues.values():
                 queue.close()
-        if self._reader is not None:
-            self._reader.close()
+        if self._reads is not self.compute:
+            self._reads.close()
         await super().end(reason, is_failure=is_failure)

@@ -20,8 +20,7 @@ from ps_protocol.optimizers import HyperParameters
 from services.runtime.logs import get_logger
 
 from ..shard.tensors import StagedBlock
-from .clocks import Clocks, Committed
-from .pulls import PulledState
+from .clocks import Clocks, Committed, PulledState
 from .run import Run
 
 log = get_logger()

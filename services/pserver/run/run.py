@@ -2,7 +2,7 @@
 
                     decides, pure            carries out                  with
 synchronous mode    Rounds, rounds.py        SyncRun, sync_run.py
-asynchronous modes  Clocks, clocks.py        QueueRun, queue_run.py       queues.py, pulls.py
+asynchronous modes  Clocks, clocks.py        QueueRun, queue_run.py       queues.py
 
 Tensor work goes to the compute thread. The fence is checked again after every `await`, since the round, the member or
 the run may have ended meanwhile.
