@@ -24,7 +24,7 @@ from ps_protocol.fields import Instance
 from ps_protocol.membership import InstallRun, PserverRegistered
 from ps_protocol.retry import choose_backoff
 from ps_protocol.standbys import FenceStandby, StandbyAnswer
-from ps_protocol.vocabulary import Incarnation, PserverIndex
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
@@ -35,7 +35,7 @@ from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
 from ..waits import wait_for_any
-from .leader import Leader, Updates, check_software
+from .leader import Leader, check_software
 from .replica import Lag, Replica, restore_copy
 
 log = get_logger()
@@ -290,7 +290,7 @@ class Follower:
         replica.discard_held()
         updates: list[tuple[LoggedUpdate, Record]] = []
         handling: asyncio.Task[None] | None = None
-        asking: asyncio.Task[Updates] | None = None
+        asking: asyncio.Task[tuple[list[Record], Round]] | None = None
         try:
             while True:
                 if handling is not None and replica.has_failed_to_log:

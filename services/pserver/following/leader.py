@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,13 +30,6 @@ CONNECT_SECONDS = 5.0
 SLACK_BYTES = 1 << 16  # of memory behind a body, whose end may be in another frame
 
 
-class Updates(NamedTuple):
-    """Some updates in order, and the newest round of the leader."""
-
-    records: Sequence[Record]
-    newest: Round
-
-
 class Leader:
     """The pserver at an address. Methods raise the error that it answers, httpx.TransportError and ValueError."""
 
@@ -46,7 +38,7 @@ class Leader:
         self._address = address
         self._http = http
         self._updates = updates
-        self._num_bytes = 0  # of the newest updates
+        self._num_bytes = 0  # of the newest answer with updates
 
     async def read_run(self) -> ServedRun:
         """Return the run that the pserver serves."""
@@ -73,11 +65,14 @@ class Leader:
             raise BadInput("the copy is incomplete", code="malformed_frame", expected=len(body), actual=at)
         return memoryview(body)
 
-    async def read_updates(self, replica: Replica, instance: str, incarnation: Incarnation) -> Updates:
-        """Return the updates behind the newest one that a replica holds, which confirms that, for this standby.
+    async def read_updates(
+        self, replica: Replica, instance: str, incarnation: Incarnation
+    ) -> tuple[list[Record], Round]:
+        """Return the updates behind the newest one that a replica holds, and the newest round of the leader.
 
-        They own their memory. A thread waits for them. Raises httpx.ReadTimeout for a leader that hangs, and BadInput
-        for damaged records. `incarnation` is that of the leader.
+        The request confirms what the replica holds, for this standby. A thread waits for the answer, and the updates
+        own their memory. Raises httpx.ReadTimeout for a leader that hangs, and BadInput for damaged records.
+        `incarnation` is that of the leader.
         """
         query: dict[str, Any] = {
             **_identify(replica), "after": replica.held, "digest": replica.held_chain, "standby": instance,
@@ -91,8 +86,8 @@ class Leader:
         response = await asyncio.to_thread(self._updates.send, request)
         raise_for_problem(response)
         _check_incarnation(response, incarnation)
-        self._num_bytes = len(body.content)
-        return Updates(parse_records(body.content, replica.held_chain), int(response.headers["gradpost-round"]))
+        self._num_bytes = len(body.content) or self._num_bytes
+        return parse_records(body.content, replica.held_chain), int(response.headers["gradpost-round"])
 
 
 class Body(Sink):
