@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import httpx
 
@@ -17,7 +16,7 @@ from ps_config.certificates import hint_at_tls
 from ps_config.control_client import send_message
 from ps_protocol.errors import Forbidden, GradpostError, StalePserver, TryAgain, Unauthenticated
 from ps_protocol.fields import Message
-from ps_protocol.membership import HeldRun, PserverRegistered
+from ps_protocol.membership import PserverRegistered
 from ps_protocol.messages import PserverHeartbeatReply
 from ps_protocol.retry import Patience, RetryPolicy, heartbeat_period, request_with_retry
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER, REPORT_STANDBY
@@ -31,7 +30,7 @@ from .following.follower import Follower
 from .heartbeat import describe_standby, make_heartbeat
 from .pserver import Pserver
 from .settings import PserverSettings
-from .waits import wait_for_any
+from .waits import run_until, wait_for_any
 
 log = get_logger()
 
@@ -79,7 +78,8 @@ class Registration:
             self._logged, self._lost_since = "", None
             self._unauthenticated.reset()
             follower = pserver.follower
-            answer = await (self._register(stop) if follower is None else self._follow(follower, stop))
+            work = run_until(stop, self._register(stop)) if follower is None else self._follow(follower, stop)
+            answer = await work
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
         if pserver.follower is None:
@@ -88,15 +88,13 @@ class Registration:
     # ------------------------------------------------------------------ a pserver
 
     async def _register(self, stop: asyncio.Event) -> PserverRegistered | None:
-        """Register until the coordinator answers.
+        """Register until the coordinator answers. The disk of the folder may hang.
 
-        Returns None if it refuses this pserver, if `stop` is set before, or if this process has become a standby.
+        Returns None if it refuses this pserver, or if this process has become a standby.
         """
-        policy = RetryPolicy((TryAgain,), partial(self._pause_for_folder, stop))
+        policy = RetryPolicy((TryAgain,), self._pause_for_folder)
         try:
-            held = await request_with_retry(lambda: self._open_folder(stop), policy)
-        except _Stopping:
-            return None
+            held = await request_with_retry(lambda: self._pserver.open_folder(self._index), policy)
         except FolderTaken as error:
             if self._index is None or not error.facts.get("copy"):
                 raise
@@ -109,15 +107,10 @@ class Registration:
         request = self._pserver.make_registration(index, previous, held)
 
         async def attempt() -> PserverRegistered:
-            if stop.is_set():
-                raise _Stopping
             return PserverRegistered.from_answer(await self._post(REGISTER_PSERVER, request))
 
-        policy = RetryPolicy(NO_ANSWER, partial(self._pause_for_answer, stop))
         try:
-            answer = await request_with_retry(attempt, policy)
-        except _Stopping:
-            return None
+            answer = await request_with_retry(attempt, RetryPolicy(NO_ANSWER, self._pause_for_answer))
         except GradpostError as error:
             if error.code == "superseded" and (follow := error.facts.get("follow", index)) is not None:
                 await self._become_standby(follow, error)
@@ -129,33 +122,20 @@ class Registration:
         log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
         return answer
 
-    async def _open_folder(self, stop: asyncio.Event) -> HeldRun | None:
-        """Open the folder, whose disk may hang, unless `stop` is set before."""
-        opening = asyncio.create_task(self._pserver.open_folder(self._index))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not opening.done():
-            opening.cancel()
-            raise _Stopping
-        return await opening
-
     async def _become_standby(self, index: PserverIndex, reason: GradpostError) -> None:
         log.info("this process becomes a standby", pserver=index, reason=str(reason))
         await self._pserver.begin_again()
         self._pserver.follower = self._make_follower(index)
 
-    async def _pause_for_folder(self, stop: asyncio.Event, error: TryAgain) -> None:
+    async def _pause_for_folder(self, error: TryAgain) -> None:
         log.error(str(error))
-        await wait_for_any(RETRY_SECONDS, stop)
-        if stop.is_set():
-            raise _Stopping
+        await asyncio.sleep(RETRY_SECONDS)
 
-    async def _pause_for_answer(self, stop: asyncio.Event, error: Exception) -> None:
+    async def _pause_for_answer(self, error: Exception) -> None:
         if isinstance(error, GradpostError) and not error.may_be_retried and not self._may_pass(error):
             raise error
         self._log_wait(error)
-        await wait_for_any(RETRY_SECONDS, stop)
+        await asyncio.sleep(RETRY_SECONDS)
 
     def _may_pass(self, error: GradpostError) -> bool:
         """Return whether a refused token may be accepted soon."""
@@ -312,7 +292,3 @@ class Registration:
         self._lost_since = now if self._lost_since is None else self._lost_since
         is_lost = now - self._lost_since > answer.lease_seconds + FAIL_OVER_SECONDS
         return is_lost and await follower.has_folder_of(answer.incarnation)
-
-
-class _Stopping(Exception):  # noqa: N818 - no error
-    """The pserver stops before it is registered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -91,3 +91,15 @@ async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:
     finally:
         for wait in waits:
             wait.cancel()
+
+
+async def run_until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`, or cancel it once an event is set, and return None."""
+    task, setting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, setting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        setting.cancel()
+        task.cancel()
+        await asyncio.wait({task})
+    return None if task.cancelled() else task.result()
