@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from http import HTTPStatus
 from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +20,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .gate import Entry, Gate
 from .metrics import ServiceMetrics
-from .scopes import DASHBOARD, PROBES, ROUTE_SCOPES
+from .scopes import PROBES, ROUTE_SCOPES
 from .security import Guard
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -112,12 +111,6 @@ def make_app(
         if missing := is_ready():
             raise NotReady(f"this {role} is not ready", waiting_for=missing)
         return Healthy()
-
-    @app.options(DASHBOARD, include_in_schema=False)
-    async def options() -> Response:
-        """The process is alive, as for `health`; see RFC 9110, section 9.3.7."""
-        methods = [method for (method, path), _ in app.requests() if path == DASHBOARD]
-        return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": ", ".join(methods)})
 
     @app.get(METRICS, tags=["service"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus_metrics(request: Request) -> Response:

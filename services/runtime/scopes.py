@@ -14,14 +14,12 @@ from ps_protocol import routes
 OPENAPI = "/openapi.json"
 DASHBOARD = "/"
 DASHBOARD_FILE = "/dashboard/{name}"
-# HAProxy's `option httpchk` sends the last one.
-PROBES = frozenset({("GET", routes.HEALTH), ("GET", routes.READY), ("OPTIONS", DASHBOARD)})
+PROBES = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 
 # None: no token is needed, as for probes.
 ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.HEALTH): None,
     ("GET", routes.READY): None,
-    ("OPTIONS", DASHBOARD): None,
     # a page without data, which asks for a token
     ("GET", DASHBOARD): None,
     ("GET", DASHBOARD_FILE): None,

@@ -26,7 +26,6 @@ log = get_logger()
 TOKEN_WAIT_SECONDS = 60.0  # until the token is written: services and trainers may be started in any order
 TOKEN_KEY = "gradpost.token"  # in a request's scope
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-_READING = frozenset({"GET", "OPTIONS"})
 
 
 async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool:
@@ -130,7 +129,7 @@ class Guard:
             self._check_host(host.decode("latin-1"))
             if len(self._good_authorities) < 100:  # a service has few; an address may be written in many ways
                 self._good_authorities.add(host)
-        if origin and scope["method"] not in _READING:
+        if origin and scope["method"] != "GET":
             _check_origin(origin.decode("latin-1"), (host or b"").decode("latin-1"))
         if self.tokens is not None and needed is not None:
             self._check_token(self.tokens, scope, needed, authorization.decode("latin-1"))
