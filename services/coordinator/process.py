@@ -148,14 +148,13 @@ MAX_WAIT_SECONDS = 30.0
 SUCCESSOR_SECONDS = 1.0
 
 
-def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics) -> FastAPI:
     """Return the application. `coordinator` must run on the same event loop."""
     app = make_app(
         title="Gradpost coordinator",
         role="coordinator",
         metrics=metrics,
         is_ready=lambda: None,
-        lifespan=lifespan,
     )
     cluster = coordinator.cluster
 

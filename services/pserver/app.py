@@ -6,7 +6,6 @@ In a standby `Pserver` refuses all but the reads and the fail-over, with the add
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 from fastapi import FastAPI, Response
 
@@ -36,10 +35,10 @@ from .pserver import Pserver
 from .replication import add_replication_routes
 
 
-def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics) -> FastAPI:
     """Return the application, which runs on the event loop that serves it."""
     app = make_app(
-        title="Gradpost pserver", role="pserver", metrics=metrics, lifespan=lifespan,
+        title="Gradpost pserver", role="pserver", metrics=metrics,
         is_ready=lambda: pserver.missing,
     )  # fmt: skip
     tensors = TensorEndpoints(pserver)

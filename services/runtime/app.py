@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
@@ -23,7 +23,6 @@ from .metrics import ServiceMetrics
 from .scopes import PROBES, ROUTE_SCOPES
 from .security import Guard
 
-Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_MESSAGE_BYTES = 1024 * 1024
@@ -70,27 +69,25 @@ def make_app(
     role: str,
     metrics: ServiceMetrics,
     is_ready: Callable[[], str | None],
-    lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """Return an application behind a gate, with the common routes.
 
     `is_ready` returns None, or the missing condition as text; it is called for every probe and must be quick.
-    `lifespan` is entered before serving. `serve` sets limits and access control by its settings.
+    `serve` sets limits and access control by its settings.
     """
 
     @asynccontextmanager
-    async def measured_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag.observe))
         try:
-            async with lifespan(app) if lifespan else nullcontext():
-                yield
+            yield
         finally:
             lag.cancel()
 
     app = _ServiceApp(
         title=title,
         version=str(PROTOCOL_VERSION),
-        lifespan=measured_lifespan,
+        lifespan=lifespan,
         docs_url=None,  # Swagger UI is loaded from another site
         redoc_url=None,
         responses={"default": _PROBLEM_RESPONSE},

@@ -39,21 +39,24 @@ class Sample:
     slow_ends: asyncio.Event = field(default_factory=asyncio.Event)
 
     def make_app(self) -> FastAPI:
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            self.lifespan.append("begin")
-            try:
-                yield
-            finally:
-                self.lifespan.append("end")
-
         app = make_app(
             title="Sample",
             role="sample",
             metrics=self.metrics,
             is_ready=lambda: self.missing,
-            lifespan=lifespan,
         )
+        measured = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            self.lifespan.append("begin")
+            try:
+                async with measured(app):
+                    yield
+            finally:
+                self.lifespan.append("end")
+
+        app.router.lifespan_context = lifespan
 
         @app.post("/greet/{name:path}")
         async def greet(name: str, greeting: Greeting) -> str:

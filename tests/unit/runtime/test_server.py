@@ -126,8 +126,7 @@ async def test_lifespan_that_fails_is_what_serve_raises() -> None:
             raise ZeroDivisionError("no disk")
         yield
 
-    app = make_app(
-        title="Sample", role="sample", metrics=ServiceMetrics("sample"), is_ready=lambda: None, lifespan=lifespan
-    )
+    app = make_app(title="Sample", role="sample", metrics=ServiceMetrics("sample"), is_ready=lambda: None)
+    app.router.lifespan_context = lifespan
     with pytest.raises(ZeroDivisionError, match="no disk"):
         await serve(app, ServiceSettings(), stop=asyncio.Event())
