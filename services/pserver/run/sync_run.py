@@ -82,7 +82,7 @@ class SyncRun(Run):
         self._reply: Reply | None = None  # the reply of the applied round, once the round may be read
         self._measured: Measured | None = None  # the round that waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
-        self._warnings = ScriptWarnings(reports_all=self.index == 0)
+        self._warnings = ScriptWarnings(self.shard.layout, reports_all=self.index == 0)
         self._disk_trouble = ""  # the reason why the log of the open round is not written yet
         if not self.follows:
             self._start(self.schedule.install_members(installed.membership))  # last, since it may begin an apply
