@@ -36,12 +36,17 @@ class FaultyRun:
         environment: Mapping[str, str] | None = None,
         round_seconds: float = 0.02,
         cluster_type: type[LocalCluster] = LocalCluster,
+        num_standbys: int = 0,
         **settings: Any,
     ) -> None:
-        """`environment` is that of the trainers, which pause for `round_seconds` in each round."""
+        """`environment` is that of the trainers, which pause for `round_seconds` in each round.
+
+        `num_standbys` of each pserver are started before the trainers.
+        """
         self.rounds = rounds
         self.script = script
         self.round_seconds = round_seconds
+        self.num_standbys = num_standbys
         self.trouble = trouble
         self.kind = kind
         self.environment = environment or {}
@@ -62,6 +67,9 @@ class FaultyRun:
 
     def __enter__(self) -> FaultyRun:
         self.cluster.start()
+        for index in range(self.cluster.num_pservers):
+            for _ in range(self.num_standbys):
+                self.cluster.start_standby(index)
         for rank in range(self.cluster.num_trainers):
             self.start_trainer(rank)
         return self
@@ -82,12 +90,13 @@ class FaultyRun:
 
     # ------------------------------------------------------------ waiting
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    def _wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        """Wait until a condition holds that depends on the printed lines alone."""
         with self._progress:
             assert self._progress.wait_for(condition, seconds), f"waited in vain for {what}"
 
     def wait_for_round(self, round_: int, rank: int = 0) -> None:
-        self.wait_for(lambda: self._round[rank] >= round_, f"round {round_} of trainer {rank}: {self._round}")
+        self._wait_for(lambda: self._round[rank] >= round_, f"round {round_} of trainer {rank}: {self._round}")
 
     def wait_for_line(self, text: str, number: int = 1, *, of: str = "", seconds: float = 90) -> str:
         """Return the line of this number with the text, among those of one process (`trainer 0`) or of all."""
@@ -95,18 +104,12 @@ class FaultyRun:
         def found() -> list[str]:
             return [line for line in self.lines if text in line and line.startswith(f"[{of}")]
 
-        self.wait_for(lambda: len(found()) >= number, text, seconds)
+        self._wait_for(lambda: len(found()) >= number, text, seconds)
         return found()[number - 1]
 
-    def start_standbys(self) -> None:
-        """Start a standby of each pserver, and wait until they are in sync."""
-        for index in range(self.cluster.num_pservers):
-            self.cluster.start_standby(index)
-        self.wait_for_sync()
-
-    def wait_for_sync(self, *indices: int) -> None:
-        """Wait until these pservers, by default all, have a standby in sync."""
-        wanted = set(indices or range(self.cluster.num_pservers))
+    def wait_for_sync(self) -> None:
+        """Wait until all pservers have a standby in sync."""
+        wanted = set(range(self.cluster.num_pservers))
 
         def are_in_sync() -> bool:
             return wanted <= {s.follows for s in self.cluster.status().standbys if s.role == "in_sync"}

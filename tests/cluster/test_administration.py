@@ -18,7 +18,7 @@ from .training import Oracle
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-ROUNDS = 160
+ROUNDS = 300
 
 
 class Administrator:

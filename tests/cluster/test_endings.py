@@ -48,7 +48,7 @@ ROUNDS = 60
 
 def train(folder: Path, *arguments: object, rounds: int = ROUNDS, trouble: str = "", **environ: str) -> tuple[int, str]:
     command = ["--", "python", SCRIPT, rounds, 0.005, trouble]
-    with RunningUp("--lease-seconds", 1, *arguments, *command, folder=folder, **environ) as up:
+    with RunningUp("--lease-seconds", 5, *arguments, *command, folder=folder, **environ) as up:
         code, stdout, stderr = up.finish()
         return code, stdout + stderr
 
@@ -105,10 +105,10 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
 def test_a_checkpoint_is_resumed_on_other_pservers_and_another_placement(tmp_path: Path) -> None:
     """The place is one of fsspec's that processes share; `file://` alone is a folder to us."""
     place = f"dir://shared::file://{tmp_path}"
-    code, output = train(tmp_path, "--lease-seconds", 5, GRADPOST_CHECKPOINTS=place)
+    code, output = train(tmp_path, GRADPOST_CHECKPOINTS=place)
     assert code == 0, output
     assert (tmp_path / "shared").is_dir()
-    more = ("--lease-seconds", 5, "--resume", "--pservers", 3, "--placement", "hash")
+    more = ("--resume", "--pservers", 3, "--placement", "hash")
     code, output = train(tmp_path, *more, rounds=2 * ROUNDS, GRADPOST_CHECKPOINTS=place)
     assert code == 0, output
     assert output.count(f"begin {ROUNDS}") == 2, output

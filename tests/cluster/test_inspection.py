@@ -16,7 +16,7 @@ from .faulty_run import FaultyRun
 from .training import Oracle, assert_identical
 
 pytestmark = pytest.mark.cluster
-ROUNDS = 400
+ROUNDS = 1_000_000  # more than the tests read
 WEIGHT = "0.weight"  # in two blocks, one on each pserver
 
 

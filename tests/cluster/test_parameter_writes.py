@@ -108,21 +108,11 @@ def in_place(model: nn.Module) -> None:
         model[0].weight.mul_(0.5)
 
 
-def clamp_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.01, 0.01)
-
-
-def from_vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector * 2, model.parameters())
-
-
 def other_memory(model: nn.Module) -> None:
     model[2].weight.data = torch.ones(4, 9)
 
 
-@pytest.mark.parametrize("write", [in_place, clamp_data, from_vector, other_memory])
+@pytest.mark.parametrize("write", [in_place, other_memory])
 def test_later_writes_are_refused_until_they_are_on_purpose(
     alone: LocalCluster, write: Callable[[nn.Module], None]
 ) -> None:

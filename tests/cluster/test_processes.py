@@ -77,7 +77,7 @@ GRANDCHILD = (
 def test_what_a_child_leaves_behind_ends_with_it() -> None:
     lines = Lines()
     assert start(GRANDCHILD, lines).wait(30) == 0
-    assert wait_until(lambda: is_gone(int(lines.lines[0])), seconds=5)
+    assert wait_until(lambda: is_gone(int(lines.lines[0])), seconds=20)
 
 
 def test_what_ignores_sigterm_is_killed() -> None:

@@ -69,7 +69,7 @@ def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> N
 
 
 def test_training_outlives_the_coordinator_which_shows_it() -> None:
-    with FaultyRun(100, pservers=0, strategy="ring") as run:
+    with FaultyRun(200, pservers=0, strategy="ring") as run:
         run.wait_for_round(10)
         status = run.cluster.status()
         assert (status.state, status.num_pservers) == ("training", 0)
@@ -81,7 +81,7 @@ def test_training_outlives_the_coordinator_which_shows_it() -> None:
         run.cluster.restart_coordinator()
         one, other = run.results()
         assert one == other
-        assert run.cluster.summary().line().startswith("trained: mode=sync transport=ring rounds=100 ")
+        assert run.cluster.summary().line().startswith("trained: mode=sync transport=ring rounds=200 ")
 
 
 @pytest.mark.clip

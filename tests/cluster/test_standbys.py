@@ -27,13 +27,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def replicated(folder: Path) -> FaultyRun:
-    """Return a run with one pserver that lasts until its standby has been started, without many rounds."""
-    return FaultyRun(240, round_seconds=0.06, pservers=1, durability="replicated", state_dir=folder)
+    """Return a run with one pserver that lasts for several fail-overs, without many rounds."""
+    return FaultyRun(200, round_seconds=0.05, pservers=1, num_standbys=1, durability="replicated", state_dir=folder)
 
 
 def test_a_pserver_that_is_killed_and_wiped_is_replaced_without_a_loss(tmp_path: Path) -> None:
     with replicated(tmp_path) as run:
-        run.start_standbys()
+        run.wait_for_sync()
         run.wait_for_round(run.round_of(0) + 10)
         run.kill(run.cluster.pservers[0])
         shutil.rmtree(tmp_path / "pserver-0")
@@ -43,7 +43,7 @@ def test_a_pserver_that_is_killed_and_wiped_is_replaced_without_a_loss(tmp_path:
 
 def test_a_stopped_pserver_follows_its_successor_and_may_be_lost_then(tmp_path: Path) -> None:
     with replicated(tmp_path) as run:
-        run.start_standbys()
+        run.wait_for_sync()
         run.cluster.pservers[0].signal(SIGSTOP)
         run.wait_for_incarnation(2)
         run.wait_for_round(run.round_of(0) + 10)

@@ -195,7 +195,7 @@ def test_an_interrupt_ends_everything(tmp_path: Path) -> None:
         started = time.monotonic()
         up.signal(signal.SIGINT)
         assert up.finish()[0] == 130
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         assert up.has_left_nothing(), up.left()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
+from contextlib import suppress
 
 NUM_HOSTS = 2
 PROCESSES = 2  # of each
@@ -11,9 +13,11 @@ WORLD = NUM_HOSTS * PROCESSES
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port that the system gives to no connection before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def torchrun(host: int, port: int, *options: str) -> list[str]:

@@ -129,7 +129,7 @@ class RunningUp:
                 found[int(folder.name)] = command.replace(b"\0", b" ").decode()
         return found
 
-    def has_left_nothing(self, seconds: float = 2) -> bool:
+    def has_left_nothing(self, seconds: float = 10) -> bool:
         """Return whether all of these are gone; a killed process needs a moment to die."""
         return wait_until(lambda: not self.left(), seconds)
 

@@ -104,6 +104,11 @@ class Talker(H2Peer):
 class Caller(Talker):
     """A client."""
 
+    async def __aexit__(self, *_: object) -> None:
+        if self.writer.transport.get_write_buffer_size():
+            self.writer.transport.abort()  # else it would stay open until all is sent
+        await super().__aexit__()
+
     def ask(self, headers: Headers = GET, *, end_stream: bool = True) -> int:
         number = self.h2.get_next_available_stream_id()
         self.h2.send_headers(number, headers, end_stream=end_stream)

@@ -95,19 +95,19 @@ async def test_a_server_that_does_not_answer_pings_is_given_up(
 
     async with serving(serve) as address:
         with pytest.raises(httpx.ReadError, match="sent nothing"):
-            await asyncio.wait_for(client.get(address), 2)
+            await asyncio.wait_for(client.get(address), 4)
 
 
 async def test_a_slow_server_that_answers_pings_is_waited_for(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, "PING_SECONDS", 0.03)
+    shorten(monkeypatch, "PING_SECONDS", 0.2)
 
     async def serve(talker: Talker) -> None:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         await talker.until(StreamEnded)
-        while loop.time() < begun + 0.4:
+        while loop.time() < begun + 1:
             await talker.hear()
         talker.h2.send_headers(1, OK, end_stream=True)
         talker.flush()
@@ -173,7 +173,7 @@ async def test_requests_on_a_replaced_connection_end_with_a_server_that_hangs(
         await asyncio.sleep(0.02)  # the client receives it
         assert (await client.get(address)).content == b"fine"
         with pytest.raises(httpx.ReadError, match="sent nothing"):
-            await asyncio.wait_for(first, 2)
+            await asyncio.wait_for(first, 4)
 
 
 # ---------------------------------------------------------------------- a thread that is away between its calls
@@ -211,7 +211,7 @@ def test_another_thread_ends_a_wait() -> None:
     begun = time.monotonic()
     threading.Timer(0.1, transport.wake).start()
     transport.wait(3.0)
-    assert 0.05 < time.monotonic() - begun < 1.0
+    assert 0.05 < time.monotonic() - begun < 2.9
     transport.close()
 
 

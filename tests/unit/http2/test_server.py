@@ -12,7 +12,7 @@ from h2.events import DataReceived, InformationalResponseReceived, ResponseRecei
 from ps_http2 import asgi, frames
 from ps_http2 import server as http2_server
 from ps_http2.asgi import read_scope
-from ps_http2.frames import ErrorCode, pack, pack_number
+from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.local_sockets import connect_locally, enlarge_buffer, local_name
 from ps_http2.stream import Headers, content_length
 
@@ -31,6 +31,15 @@ async def test_both_versions_are_served_on_one_port(service: Served, caller: Cal
             assert (await old.post(f"{service.address}/raw/fine", content=b"12345")).text == "5 HTTP/1.1\n"
             assert await caller.status(post(b"/raw/fine"), b"12345") == 200
             assert await caller.body(number) == b"5 HTTP/2\n"
+
+
+async def test_the_preface_may_come_in_portions(service: Served) -> None:
+    async with await service.connect(greets=False) as caller:
+        sent = PREFACE + pack_settings({}) + headers_frame(GET, end_stream=True)
+        for at in range(0, len(sent), 10):
+            caller.writer.write(sent[at : at + 10])
+            await asyncio.sleep(0)
+        assert b"ok" in (await asyncio.wait_for(caller.reader.readuntil(b"}"), 5))
 
 
 @pytest.mark.parametrize("sent", [b"PRI * HTTP/2.0\r\n\r\nSX\r\n\r\n", b"PRI \r\n\r\n"])

@@ -15,7 +15,7 @@ from ps_http2.frames import PREFACE, ErrorCode, pack, pack_number, pack_settings
 from ps_http2.server import MAX_RESETS, MAX_STREAMS
 
 from .conftest import LARGE, Served
-from .sockets import GET, Caller, get, headers_frame, until
+from .sockets import GET, Caller, get, headers_frame, post, until
 
 short_headers = pytest.mark.parametrize("settings", [{"header_timeout_seconds": 0.5}])
 CLOSED = {SettingCodes.INITIAL_WINDOW_SIZE: 0}  # no response has a window
@@ -62,6 +62,17 @@ async def test_slow_frames_end_the_connection(begin: bytes, continues: bool, cal
             caller.writer.write(b"\0")
             await asyncio.sleep(0.01)
     assert await ending == ErrorCode.ENHANCE_YOUR_CALM
+
+
+@short_headers
+async def test_pauses_between_requests_and_in_a_body_are_allowed(caller: Caller) -> None:
+    await caller.status()
+    await asyncio.sleep(0.5)
+    number = caller.ask(post(b"/raw/fine"), end_stream=False)
+    caller.write(frames.pack_frame_header(5, frames.DATA, frames.END_STREAM, number) + b"123")
+    await asyncio.sleep(0.5)
+    caller.write(b"45")
+    assert await caller.body(number) == b"5 HTTP/2\n"
 
 
 @short_headers
@@ -138,13 +149,13 @@ async def test_a_small_response_that_is_not_taken_does_not_count_as_a_request(se
             assert await slow.body(number) == b"x"
 
 
-@pytest.mark.parametrize("settings", [{"body_timeout_seconds": 0.2}])
+@pytest.mark.parametrize("settings", [{"body_timeout_seconds": 0.6}])
 async def test_a_slow_reader_that_continues_is_served(service: Served) -> None:
     async with await service.connect(settings=CLOSED) as caller:
         number = caller.ask(get(b"/large"))
         for _ in range(40):
             caller.widen(2000, number)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.03)
         assert not service.connections[0]._transport.is_closing()
         caller.reset(number)
         await until(lambda: service.ended)

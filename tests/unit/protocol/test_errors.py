@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -80,3 +81,10 @@ def test_any_document_becomes_an_error(problem: dict[str, Any]) -> None:
     assert isinstance(error, GradpostError)
     assert str(error)
     error.to_problem()
+
+
+def test_an_error_survives_pickling() -> None:
+    """A process pool returns errors pickled."""
+    error = pickle.loads(pickle.dumps(BadInput("w", code="wrong_shape", expected=[3], actual=[4])))  # noqa: S301
+    assert (type(error), error.code, error.detail) == (BadInput, "wrong_shape", "w")
+    assert error.facts == {"expected": [3], "actual": [4]}

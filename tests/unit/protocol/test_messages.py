@@ -14,9 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 from ps_protocol import fields, membership, messages, requests
 from ps_protocol.consistency import Consistency
 from ps_protocol.fields import (
+    MAX_NOTE,
     ByOrdinal,
     Flag,
     Message,
+    Note,
     Number,
     Ordinal,
     OrdinalText,
@@ -66,6 +68,10 @@ def test_an_answer_may_have_members_of_a_later_version_and_a_request_may_not() -
     for unknown in ("epoch", "standbys"):
         with pytest.raises(ValidationError, match=unknown):
             Answer.model_validate_json(document)
+
+
+def test_a_note_is_cut() -> None:
+    assert len(TypeAdapter(Note).validate_python("x" * 2 * MAX_NOTE)) == MAX_NOTE
 
 
 # Free objects: a plan is checked by SlicePlan, a problem document is what a service has made; both are a message's

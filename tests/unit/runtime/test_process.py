@@ -103,5 +103,5 @@ def test_a_client_that_does_not_take_its_reply_does_not_hold_it() -> None:
             begin = time.monotonic()
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=10)
-    assert 0.5 < time.monotonic() - begin < 5
+    assert 0.5 < time.monotonic() - begin < 9
     assert process.returncode == 3

@@ -77,7 +77,7 @@ async def test_a_new_certificate_interrupts_nothing(authority: Authority, caplog
 
 @pytest.mark.parametrize(
     "limits",
-    [{"header_timeout_seconds": 0.6}, {"max_connections": 3}],
+    [{"header_timeout_seconds": 1}, {"max_connections": 3}],
     ids=["for longer than it may take", "while there are too many"],
 )
 async def test_a_handshake_that_does_not_end_is_cut_off(limits: dict[str, float], authority: Authority) -> None:
