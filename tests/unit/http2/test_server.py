@@ -107,6 +107,18 @@ async def test_the_rest_of_a_refused_body_is_discarded(caller: Caller) -> None:
     assert caller.of(StreamReset) == []
 
 
+async def test_a_request_in_flight_is_answered_when_the_service_stops(service: Served) -> None:
+    caller = await service.connect()
+    caller.ask(get(b"/slow"))
+    await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
+    service.stop.set()
+    await until(lambda: service.connections[0].is_closing)
+    service.sample.slow_ends.set()
+    data = await asyncio.wait_for(caller.reader.read(-1), 5)  # h2 parses nothing after a GOAWAY
+    assert data.count(b'"slow"') == 1
+    caller.writer.close()
+
+
 @pytest.mark.parametrize("path", [b"/linger?x", b"/linger"])
 async def test_the_application_receives_the_disconnect_of_its_client(path: bytes, service: Served) -> None:
     async with await service.connect() as caller:

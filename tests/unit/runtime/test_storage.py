@@ -132,6 +132,18 @@ def test_a_file_and_its_name_are_synced_in_this_order(tmp_path, monkeypatch):
     assert done == ["fsync .file", "rename to file", f"fsync {tmp_path.name}"]
 
 
+def test_a_process_with_the_same_number_may_write_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write_parts() -> Iterator[bytes]:
+        yield b"first "
+        write_file(path, [b"second"])
+        yield b"whole"
+
+    write_file(path, write_parts())
+    assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (b"first whole", ["file"])
+
+
 def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
     place = open_checkpoint_storage("memory://broken")
 
