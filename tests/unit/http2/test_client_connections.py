@@ -20,7 +20,7 @@ from ps_config.certificates import TlsFiles
 from ps_http2 import client_connection, frames, polled_client
 from ps_http2.client_connection import LOCAL_EXTENSION
 from ps_http2.frames import ErrorCode, pack
-from ps_http2.local_sockets import connect_locally, local_name
+from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 
 from ..protocol.test_certificates import Authority
 from .shells import PolledOnLoop
@@ -232,6 +232,15 @@ async def test_an_interrupt_while_bytes_move_loses_the_connection() -> None:
     assert not connections
 
 
+async def test_an_address_of_an_unknown_family_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        return [(family, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for family in (99, socket.AF_INET)]
+
+    monkeypatch.setattr(polled_client.socket, "getaddrinfo", resolve)
+    async with serving(answering()) as address, httpx.AsyncClient(transport=PolledOnLoop()) as client:
+        assert (await ask(client, address)).content == b"fine"
+
+
 # ---------------------------------------------------------------------- TLS
 
 
@@ -315,3 +324,12 @@ async def test_tls_never_uses_a_unix_socket(local: socket.socket, authority: Aut
         serving(answering(b"local"), local=local),
     ):
         assert await client.ask(address) == TCP
+
+
+@pytest.mark.parametrize("method", ["__init__", "bind"])
+def test_a_sandbox_may_forbid_unix_sockets(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("the sandbox forbids it")
+
+    monkeypatch.setattr(socket.socket, method, refuse, raising=False)
+    assert bind_locally() is None

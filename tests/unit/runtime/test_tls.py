@@ -102,6 +102,15 @@ async def test_a_handshake_that_does_not_end_is_cut_off(limits: dict[str, float]
                 writer.close()
 
 
+async def test_a_connection_that_speaks_plain_http_is_closed_soon(authority: Authority) -> None:
+    async with running(Sample().make_app(), **serving(authority.issue("service"))) as service, asyncio.timeout(10):
+        host, port = service.address.removeprefix("https://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await reader.read() == b""  # OpenSSL sends no alert for plain HTTP
+        writer.close()
+
+
 # ---------------------------------------------------------------------- the probe of a kubelet
 
 
