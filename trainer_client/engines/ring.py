@@ -71,6 +71,8 @@ class RingEngine:
 
     def _broadcast(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
         """Replace the tensors by those of a rank; a trainer without batches keeps its own. Blocks for all trainers."""
+        if self._group.size == 1:
+            return
         values, sends = BroadcastBuffer(tensors, self._group.device), self._group.rank == source
         with self._client.coordinator.reporting_wait():
             values.broadcast(self._group.collectives, source, sends=sends)

@@ -94,6 +94,29 @@ def test_gradients_are_clipped_to_the_norm() -> None:
         assert (before - weight).norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
+class Impatient(torch.optim.SGD):
+    """An optimizer whose first step is interrupted."""
+
+    is_interrupted = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def test_a_step_that_was_interrupted_can_be_taken_again() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    with gradpost.connect(strategy="local"):
+        optimizer = gradpost.RemoteOptimizer(Impatient([weight], lr=1.0))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.step()
+        assert (weight.tolist(), optimizer.round) == ([-1.0, -1.0], 1)
+
+
 def test_several_trainers_need_a_cluster() -> None:
     with pytest.raises(Conflict, match="without a cluster"):
         gradpost.connect(strategy="local", world_size=2)
