@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 import httpx
 
 from ps_protocol.errors import NotFound, NotReady, StorageFailed, TryAgain
-from ps_protocol.membership import Controls
 from ps_protocol.messages import PlanReady
 from ps_protocol.vocabulary import Incarnation, Rank
-from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
+from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
@@ -68,15 +67,18 @@ class Coordinator(Shell):
             advice = "delete this file to begin a new run, or to resume from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
         try:
-            clock = asyncio.get_running_loop().time
-            await asyncio.to_thread(restore_state, self.cluster, record, self.settings, self.checkpoints.place, clock)
             if self.settings.resume:
+                clock, place = asyncio.get_running_loop().time, self.checkpoints.place
+                await asyncio.to_thread(resume_run, self.cluster, record, self.settings, place, clock)
                 await self.persist()  # so that another restart resumes the same run
+            elif record is not None:
+                self.cluster.restore(record, self.now())
         except (OSError, TryAgain) as error:
             raise StorageFailed(str(error)) from error
+        if (run := self.cluster.run.record).plan is not None:
+            log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
         with contextlib.suppress(NotFound):
-            run = self.cluster.run.record.name
-            self.history_writer.restore(await asyncio.to_thread(self.history.read, run))
+            self.history_writer.restore(await asyncio.to_thread(self.history.read, run.name))
 
     # ------------------------------------------------------------------ background
 
@@ -170,33 +172,7 @@ class Coordinator(Shell):
 # ---------------------------------------------------------------- the state that a coordinator starts with
 
 
-def restore_state(
-    cluster: Cluster,
-    record: ClusterRecord | None,
-    settings: CoordinatorSettings,
-    place: CheckpointStorage,
-    now: Callable[[], float],
-) -> None:
-    """Restore the cluster from its record and, with the setting `resume`, resume its run or begin with a checkpoint.
-
-    `now` is called when leases begin, since a checkpoint storage may take longer than a lease to list.
-    """
-    if settings.resume:
-        _resume(cluster, record, settings, place, now)
-    elif record is not None:
-        cluster.restore(record, now())
-        run, beginning = cluster.run, record.beginning
-        if beginning is not None:
-            manifest = read_manifest(place, beginning.run, beginning.round)
-            if manifest is None:
-                text = f"the checkpoint of round {beginning.round} of run {beginning.run} no longer exists"
-                raise StorageFailed(text)
-            cluster.beginning = manifest.model_copy(update={"controls": _find_controls(record, manifest)})
-        if run.record.plan is not None:
-            log.info("restored the run", run=run.record.name, state=run.record.state, attempt=run.record.attempt)
-
-
-def _resume(
+def resume_run(
     cluster: Cluster,
     record: ClusterRecord | None,
     settings: CoordinatorSettings,
@@ -206,22 +182,21 @@ def _resume(
     """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
 
     With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan continues
-    gathering.
+    gathering. `now` is called when leases begin, since a checkpoint storage may take longer than a lease to list.
     """
+    run = None if record is None else record.run
     if record is not None:
         cluster.restore_incarnations(record)
-    run = None if record is None else record.run
-    if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-        cluster.restore(record, now())
-    elif record is not None and run is not None and _is_on_disks(run, settings):
-        cluster.restore(record, now(), resume=True)
-        log.info("resuming", run=run.name, attempt=run.attempt)
-        return
-    manifest = _find_beginning(record, place)
+        if run is not None and run.state == "gathering" and run.plan is None:
+            cluster.restore(record, now())
+        elif run is not None and _is_on_disks(run, settings):
+            cluster.restore(record, now(), resume=True)
+            log.info("resuming", run=run.name, attempt=run.attempt)
+            return
+    manifest = cluster.beginning = cluster.beginning or _find_beginning(run, place)
     if manifest is None:
         log.warning("no run and no checkpoint to resume; a new run begins", place=place.url)
         return
-    cluster.beginning = manifest
     log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
     controls = manifest.controls
     if controls.is_paused or controls.rates or controls.frozen:
@@ -239,28 +214,19 @@ def _is_on_disks(run: RunRecord, settings: CoordinatorSettings) -> bool:
     return plan.digest == run.plan.digest
 
 
-def _find_beginning(record: ClusterRecord | None, place: CheckpointStorage) -> Manifest | None:
-    """Return the newest checkpoint of the recorded run, or of the run that it began with.
+def _find_beginning(run: RunRecord | None, place: CheckpointStorage) -> Manifest | None:
+    """Return the newest checkpoint of the recorded run, or of the run that it began with, with the newest controls.
 
     Checkpoints of other runs count only if the recorded run has not trained: the place may be shared with other
     experiments. Raises StorageFailed if the run has trained and has no checkpoint.
     """
-    run = None if record is None else record.run
-    names = [] if run is None else [run.name, run.source]
-    if record is not None and record.beginning is not None:
-        names.append(record.beginning.run)
-    for name in names:
-        for manifest in () if name is None else complete_checkpoints(place, name):
-            if record is not None and not (run is not None and run.has_undone(manifest)):
-                return manifest.model_copy(update={"controls": _find_controls(record, manifest)})
-    if run is not None and run.has_trained:
-        text = f"run {run.name} has no checkpoint in {place.url} that a run with other settings could begin with"
-        raise StorageFailed(f"{text}; resume the run with its former settings and number of pservers")
+    if run is not None:
+        for name in filter(None, (run.name, run.source)):
+            for manifest in complete_checkpoints(place, name):
+                if not run.has_undone(manifest):
+                    recorded = run.membership.controls
+                    return manifest.model_copy(update={"controls": recorded[-1]}) if recorded else manifest
+        if run.has_trained:
+            text = f"run {run.name} has no checkpoint in {place.url} that a run with other settings could begin with"
+            raise StorageFailed(f"{text}; resume the run with its former settings and number of pservers")
     return next(iter(all_checkpoints(place)), None)
-
-
-def _find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
-    """Return the controls of a run that begins with this checkpoint."""
-    if record.run is not None and record.run.membership.controls:
-        return record.run.membership.newest_controls
-    return (record.beginning and record.beginning.controls) or manifest.controls

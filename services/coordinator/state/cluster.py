@@ -37,7 +37,7 @@ from .losses import (
     time_out,
 )
 from .pservers import PserverRegistry
-from .record import Beginning, ClusterRecord
+from .record import ClusterRecord
 from .replicas import Replicas
 from .run import LostRounds, Run
 from .status import describe_leader, describe_notice, describe_plan, list_rounds, list_waits
@@ -82,19 +82,20 @@ class Cluster:
 
     def describe(self, transition: Callable[[Run], Run] = lambda run: run) -> ClusterRecord:
         """Return the record to persist, as it is after a transition of the run."""
-        beginning, run = self.beginning, transition(self.run)
+        run = transition(self.run)
         return ClusterRecord(
             trainer_incarnations=dict(run.incarnations),
             pserver_incarnations=dict(self.registry.incarnations),
             run_incarnations=dict(run.holders),
             pservers=tuple(member.record for member in self.registry.known.values()),
             replicas=dict(self.registry.replicas),
-            beginning=beginning and Beginning(run=beginning.run, round=beginning.round, controls=beginning.controls),
+            beginning=self.beginning,
             run=run.record if run.record.trainers else None,
         )
 
     def restore_incarnations(self, record: ClusterRecord) -> None:
-        """Restore the counters, so that every later process gets a higher incarnation."""
+        """Restore the counters, so that every later process gets a higher incarnation, and the next run's beginning."""
+        self.beginning = record.beginning
         self.run = replace(self.run, incarnations=record.trainer_incarnations)
         self.registry = replace(self.registry, incarnations=record.pserver_incarnations)
 

@@ -184,14 +184,6 @@ class PserverRecord(Message):
     promoted_at: Incarnation = 0  # the newest incarnation that began as a standby; folders of earlier ones are old
 
 
-class Beginning(Message):
-    """The checkpoint that the next run begins with."""
-
-    run: str
-    round: Round
-    controls: Controls | None = None  # None: the controls of the manifest
-
-
 class ClusterRecord(Message):
     """The content of the coordinator's state file."""
 
@@ -200,5 +192,5 @@ class ClusterRecord(Message):
     run_incarnations: dict[PserverIndex, Incarnation]
     pservers: tuple[PserverRecord, ...]
     replicas: dict[PserverIndex, Replicas]
-    beginning: Beginning | None = None
+    beginning: Manifest | None = None  # the checkpoint that the next run begins with
     run: RunRecord | None
