@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol import errors
-from ps_protocol.errors import ERRORS, GradpostError, error_from_problem
+from ps_protocol.errors import ERRORS, BadInput, GradpostError, error_from_problem
 
 from ..test_project import ROOT
 from .strategies import few, json_values
