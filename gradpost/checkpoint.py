@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ps_config.environment import find_setting
 from ps_protocol.errors import NotFound, UnsupportedFormat
 from ps_protocol.messages import CheckpointCreated
+from ps_protocol.routes import CHECKPOINTS
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
 from services.runtime.logs import configure_logs
@@ -64,7 +65,7 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
     """
     if place_url is None and (coordinator or (find_setting("coordinator") and find_setting("checkpoints") is None)):
         with asking(coordinator, token_file) as view:
-            found = view.checkpoints()
+            found = view.get(list[CheckpointCreated], CHECKPOINTS)
         rows, where = [dict(one) for one in found], "of the run that trains"
     else:
         place_url = place_url or default_place()

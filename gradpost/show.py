@@ -8,13 +8,15 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 from safetensors import safe_open
 
 from ps_config.hosts import is_loopback
 from ps_protocol.errors import Unreachable
 from ps_protocol.messages import ClusterStatus, PserverHeartbeat
-from trainer_client.client.inspection import ClusterView
+from ps_protocol.routes import EVENTS, PARAMETERS, STATISTICS
+from trainer_client.client.inspection import READ_SECONDS, ClusterView, Object
 
 from .connection import asking, print_answer
 from .output import CommandError, count, print_line, print_rows, warn, whole_file
@@ -104,7 +106,7 @@ def show_events(coordinator: str | None, token_file: Path | None, *, follow: boo
     with asking(coordinator, token_file) as view, suppress(KeyboardInterrupt) if follow else nullcontext():
         while True:
             try:
-                events = view.events(newest)
+                events = view.get(list[Object], f"{EVENTS}?after={newest}&limit=1000")
             except Unreachable:
                 if not newest:
                     raise
@@ -133,9 +135,16 @@ def show_parameters(
         with asking(coordinator, token_file) as view:
             _write(output, view, name)
     elif name is None:
-        print_answer(coordinator, token_file, ClusterView.parameters, _print_list, as_json=as_json)
+        print_answer(coordinator, token_file, lambda view: view.get(Object, PARAMETERS), _print_list, as_json=as_json)
     else:
-        print_answer(coordinator, token_file, lambda view: view.statistics(name), _print_statistics, as_json=as_json)
+        route = STATISTICS.replace("{name:path}", quote(name))
+        print_answer(
+            coordinator,
+            token_file,
+            lambda view: view.get(Object, route, READ_SECONDS),
+            _print_statistics,
+            as_json=as_json,
+        )
 
 
 def _write(output: Path, view: ClusterView, name: str | None) -> None:

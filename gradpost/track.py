@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.messages import ClusterStatus
+from ps_protocol.routes import CURVES
 from ps_protocol.vocabulary import Round
 from services.coordinator.history import RunHistory
-from trainer_client.client.inspection import ClusterView
+from trainer_client.client.inspection import ClusterView, Object
 
 from .connection import asking
 from .output import EXIT_FAILED, CommandError, count, print_line, warn
@@ -160,7 +161,7 @@ def _follow(view: ClusterView, status: ClusterStatus, tracker: Tracker) -> int:
             asked_at = time.time()
             try:
                 status = view.status()  # before the curves, so that those are complete
-                found = view.curves()
+                found = view.get(Object, CURVES)
                 reached_at = asked_at
             except Unreachable as error:
                 if (ended := _find_end(run, reached_at)) is not None:

@@ -28,16 +28,12 @@ from ps_protocol.messages import (
 )
 from ps_protocol.routes import (
     CHECKPOINTS,
-    CURVES,
-    EVENTS,
     LEAVE,
     MODEL,
     PARAMETER,
-    PARAMETERS,
     PSERVER_ENDED,
     ROLL_BACK,
     STATE,
-    STATISTICS,
     STATUS,
     SUMMARY,
 )
@@ -73,45 +69,28 @@ class ClusterView:
         auth = None if token_file is None else BearerAuth(TokenPair(token_file))
         self._http = httpx.Client(verify=verify, auth=auth, trust_env=False, timeout=TIMEOUT_SECONDS)
 
+    def get(self, kind: type[T], route: str, timeout: float | None = None) -> T:
+        """Return what the coordinator answers to a GET request."""
+        return self._get(kind, self.coordinator + route, timeout)
+
     def status(self) -> ClusterStatus:
         """Return the status of the cluster."""
-        return self._get(ClusterStatus, self.coordinator + STATUS)
+        return self.get(ClusterStatus, STATUS)
 
     def summary(self) -> RunSummary:
         """Return the results of the run, as the services know them."""
-        return self._get(RunSummary, self.coordinator + SUMMARY, SUMMARY_SECONDS)
+        return self.get(RunSummary, SUMMARY, SUMMARY_SECONDS)
 
     def create_checkpoint(self) -> CheckpointCreated:
         """Make a checkpoint of the whole model; blocks until it is complete."""
         body = self._request("POST", self.coordinator + CHECKPOINTS, timeout=CHECKPOINT_SECONDS)
         return CheckpointCreated.from_answer(body)
 
-    def parameters(self) -> dict[str, Any]:
-        """Return all parameters of the run with their shapes and blocks."""
-        return self._get(Object, self.coordinator + PARAMETERS)
-
-    def statistics(self, name: str) -> dict[str, Any]:
-        """Return norm, mean, histogram, … of one parameter, not older than a second."""
-        path = STATISTICS.replace("{name:path}", quote(name))
-        return self._get(Object, self.coordinator + path, READ_SECONDS)
-
     def model(self, name: str | None = None) -> Iterator[bytes]:
         """Yield a parameter or, without a name, the whole model of one round as a safetensors file, piece by piece."""
         path = MODEL if name is None else PARAMETER.replace("{name:path}", quote(name))
         with self._stream(self.coordinator + path, READ_SECONDS, "the model") as response:
             yield from response.iter_bytes()
-
-    def checkpoints(self) -> list[CheckpointCreated]:
-        """Return the complete checkpoints of the run, newest first."""
-        return self._get(list[CheckpointCreated], self.coordinator + CHECKPOINTS)
-
-    def curves(self) -> dict[str, Any]:
-        """Return the reported curves, in columns by name and rank."""
-        return self._get(Object, self.coordinator + CURVES)
-
-    def events(self, after: int = 0) -> list[dict[str, Any]]:
-        """Return the events after this one, oldest first."""
-        return self._get(list[Object], f"{self.coordinator}{EVENTS}?after={after}&limit=1000")
 
     def roll_back(self, round_: int) -> dict[str, Any]:
         """Roll the run back to a complete checkpoint; return the round at which it continues."""

@@ -17,6 +17,7 @@ from typing import Any
 from ps_config.certificates import client_files
 from ps_config.environment import PREFIX, find_path, find_setting
 from ps_config.hosts import authority, reachable_host, take_port
+from ps_config.tokens import Scope
 from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.vocabulary import Rank
 
@@ -192,11 +193,8 @@ class LocalCluster:
 
     def report_end(self, index: int, service: Child) -> None:
         """Report the end of the process of a pserver, or of a standby of it. Raises GradpostError."""
-        environ = {**self._environ, **self._settings}
-        folder = find_path("tokens_dir", environ)
-        token = None if folder is None else folder / "admin"
         if address := self.find_address(service):
-            with ClusterView(self.address, tls=client_files(environ), token_file=token) as view:
+            with self._open_view("admin") as view:
                 view.report_end(index, address)
 
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
@@ -298,13 +296,13 @@ class LocalCluster:
         """The inspection API of this cluster."""
         with self._lock:
             if self._view is None:
-                environ = {**self._environ, **self._settings}
-                folder = find_path("tokens_dir", environ)
-                token = (
-                    None if folder is None else folder / "train"
-                )  # for `leave_for`, after a trainer's process has ended
-                self._view = ClusterView(self.address, tls=client_files(environ), token_file=token)
+                self._view = self._open_view("train")  # for `leave_for`, after a trainer's process has ended
             return self._view
+
+    def _open_view(self, scope: Scope) -> ClusterView:
+        environ = {**self._environ, **self._settings}
+        folder = find_path("tokens_dir", environ)
+        return ClusterView(self.address, tls=client_files(environ), token_file=folder and folder / scope)
 
     def status(self) -> ClusterStatus:
         """Return the status of the cluster."""
