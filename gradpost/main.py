@@ -20,7 +20,7 @@ from ps_protocol.plan import DEFAULT_MIN_BLOCK_SIZE, DEFAULT_PLACEMENT
 from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS, Placement
 
 from .control import app as control_app
-from .options import Coordinator, Json, SettingsCommand, TokenPath
+from .options import Coordinator, Json, SettingsCommand, TokenPath, complete_parameter
 from .output import CommandError, exit_with
 
 app = typer.Typer(
@@ -280,7 +280,9 @@ def status(
 def params(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Show the statistics of this parameter."),
+        typer.Argument(
+            metavar="NAME", help="Show the statistics of this parameter.", autocompletion=complete_parameter
+        ),
     ] = None,
     output: Annotated[
         Path | None,

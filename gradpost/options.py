@@ -1,4 +1,4 @@
-"""Options that several commands share, and settings as options."""
+"""Options that several commands share, and options beyond typer's own: settings, and completed parameter names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+COMPLETION_SECONDS = 1.0  # the user waits at a prompt
 
 
 class SettingsCommand(TyperCommand):
@@ -44,6 +46,18 @@ class SettingsCommand(TyperCommand):
         return super().invoke(ctx)
 
 
+def complete_parameter(ctx: typer.Context) -> list[str]:
+    """Return the parameter names of the run that trains; an empty list if the coordinator does not answer in time."""
+    from .connection import find_connection
+
+    try:
+        connection = find_connection(ctx.params.get("coordinator"), ctx.params.get("token_file"))
+        with connection.open(COMPLETION_SECONDS) as view:
+            return [one["name"] for one in view.parameters()["parameters"]]  # typer selects the matching ones
+    except Exception:  # an error message would garble the prompt
+        return []
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Coordinator = Annotated[
     str | None,
@@ -61,4 +75,6 @@ TokenPath = Annotated[
         help="The token to send [default: GRADPOST_TOKEN_FILE, else the file of its scope in GRADPOST_TOKENS_DIR].",
     ),
 ]
-ParameterName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the parameter.")]
+ParameterName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The name of the parameter.", autocompletion=complete_parameter)
+]

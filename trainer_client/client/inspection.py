@@ -62,12 +62,13 @@ class ClusterView:
         *,
         tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
         token_file: Path | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.coordinator = coordinator.rstrip("/")
         # Without TLS it is never used: that spares reading all the authorities.
         verify = client_context(tls) if tls.paths or coordinator.startswith("https:") else False
         auth = None if token_file is None else BearerAuth(TokenPair(token_file))
-        self._http = httpx.Client(verify=verify, auth=auth, trust_env=False, timeout=TIMEOUT_SECONDS)
+        self._http = httpx.Client(verify=verify, auth=auth, trust_env=False, timeout=timeout_seconds)
 
     def get(self, kind: type[T], route: str, timeout: float | None = None) -> T:
         """Return what the coordinator answers to a GET request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import stat
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ps_config.tokens import SCOPES, TokenFolder
+from ps_protocol.routes import PARAMETERS
 
-from .conftest import ROOT, RunCommand
+from .conftest import ROOT, RunCommand, serving
 
 
 def read(folder: Path) -> dict[str, str]:
@@ -70,7 +72,7 @@ complete_line() {
 """
 
 
-def complete(folder: Path, line: str, last: str = "") -> list[str]:
+def complete(folder: Path, line: str, last: str = "", **environment: str) -> list[str]:
     """Return the completions of the last word of a line, without their help."""
     program = folder / "gradpost"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m gradpost "$@"\n')
@@ -83,6 +85,7 @@ def complete(folder: Path, line: str, last: str = "") -> list[str]:
             "PYTHONPATH": str(ROOT),
             "HOME": str(folder),
             "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+            **environment,
         },
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
@@ -90,6 +93,11 @@ def complete(folder: Path, line: str, last: str = "") -> list[str]:
     return [line.split("\t")[0] for line in done.stdout.splitlines() if line]
 
 
-def test_commands_and_settings_are_completed(tmp_path: Path) -> None:
+def test_commands_settings_and_parameters_are_completed(tmp_path: Path) -> None:
     assert complete(tmp_path, "gradpost", "st") == ["status", "stop"]
     assert complete(tmp_path, "gradpost serve coordinator", "--dur") == ["--durability"]
+    listed = {"parameters": [{"name": name} for name in ("0.weight", "1.weight", "1.bias")]}
+    with serving({PARAMETERS: json.dumps(listed)}) as url:
+        found = complete(tmp_path, "gradpost params", "1.", GRADPOST_COORDINATOR=url)
+    assert found == ["1.weight", "1.bias"]
+    assert complete(tmp_path, "gradpost params", "1.", GRADPOST_COORDINATOR=url) == []
