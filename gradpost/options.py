@@ -48,12 +48,14 @@ class SettingsCommand(TyperCommand):
 
 def complete_parameter(ctx: typer.Context) -> list[str]:
     """Return the parameter names of the run that trains; an empty list if the coordinator does not answer in time."""
+    from ps_protocol.routes import PARAMETERS
+
     from .connection import find_connection
 
     try:
         connection = find_connection(ctx.params.get("coordinator"), ctx.params.get("token_file"))
         with connection.open(COMPLETION_SECONDS) as view:
-            return [one["name"] for one in view.parameters()["parameters"]]  # typer selects the matching ones
+            return [one["name"] for one in view.get(dict[str, Any], PARAMETERS)["parameters"]]  # typer selects the matching ones
     except Exception:  # an error message would garble the prompt
         return []
 
