@@ -1,7 +1,4 @@
-"""The reductions and broadcasts among processes: of gradients, the facts of a round, and the tensors of one process.
-
-The memory is allocated once.
-"""
+"""Memory for collectives: gradients that are summed, tensors that one process broadcasts, and facts of a round."""
 
 from __future__ import annotations
 
