@@ -55,7 +55,9 @@ def complete_parameter(ctx: typer.Context) -> list[str]:
     try:
         connection = find_connection(ctx.params.get("coordinator"), ctx.params.get("token_file"))
         with connection.open(COMPLETION_SECONDS) as view:
-            return [one["name"] for one in view.get(dict[str, Any], PARAMETERS)["parameters"]]  # typer selects the matching ones
+            return [
+                one["name"] for one in view.get(dict[str, Any], PARAMETERS)["parameters"]
+            ]  # typer selects the matching ones
     except Exception:  # an error message would garble the prompt
         return []
 

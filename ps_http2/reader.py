@@ -62,8 +62,8 @@ class FrameReader:
 
     @property
     def num_awaited(self) -> int:
-        """The bytes that the peer is bound to send next: the rest of a DATA frame, or 1."""
-        return self._payload_left or 1
+        """The bytes that the peer is bound to send next: the rest of a large DATA frame, or 1."""
+        return self._payload_left if self._payload_left >= SMALL_BYTES else 1
 
     def release(self, stream: Stream) -> None:
         """Discard the rest of the current frame if it belongs to the stream."""

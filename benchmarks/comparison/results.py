@@ -87,12 +87,18 @@ class CaseResult:
         moved = self.works[name].moved_bytes / GIGABYTE
         return statistics.median(done.count_cpu_seconds(*roles) for done in self.figures[name]) / moved
 
-    def cpu_ratio(self, other: str) -> Estimate:
-        """Return our CPU-seconds a gigabyte over the other's in the same repetition, of servers and trainers."""
+    def cpu_ratio(self, other: str) -> Estimate | None:
+        """Return our CPU-seconds a gigabyte over the other's in the same repetition, of servers and trainers.
+
+        None if the other takes less than the resolution of the kernel's figures.
+        """
         pairs = zip(self.figures[OURS], self.figures[other], strict=True)
         times = self.works[other].moved_bytes / self.works[OURS].moved_bytes
-        return Estimate.of(
-            [times * ours.count_cpu_seconds(*ROLES) / theirs.count_cpu_seconds(*ROLES) for ours, theirs in pairs]
+        seconds = [(ours.count_cpu_seconds(*ROLES), theirs.count_cpu_seconds(*ROLES)) for ours, theirs in pairs]
+        return (
+            Estimate.of([times * ours / theirs for ours, theirs in seconds])
+            if all(theirs for _, theirs in seconds)
+            else None
         )
 
     def busy_cores(self, name: str) -> float:
@@ -164,7 +170,7 @@ class CaseResult:
             "CPU-s a GB: servers": f"{self.cpu_seconds_a_gigabyte(name, SERVER):.2f}",
             "trainers": f"{self.cpu_seconds_a_gigabyte(name, TRAINER):.2f}",
             "together": f"{self.cpu_seconds_a_gigabyte(name, *ROLES):.2f}",
-            "CPU, ours / this": "" if name == OURS else str(self.cpu_ratio(name)),
+            "CPU, ours / this": "" if name == OURS else str(self.cpu_ratio(name) or ""),
             "busy cores": f"{self.busy_cores(name):.2f}",
             "MB on the wire": f"{wire:.3g}",
             "peak MB: a server": f"{max(peaks.get(SERVER, [0])) / MEGABYTE:.0f}",

@@ -127,14 +127,14 @@ async def test_a_server_in_the_middle_of_a_slow_frame_is_waited_for(
     async def serve(talker: Talker) -> None:
         await talker.until(StreamEnded)
         talker.h2.send_headers(1, OK)
-        frame = data_frame(bytes(1000), end_stream=True)
-        for at in range(0, len(frame), 50):
-            talker.write(frame[at : at + 50])
+        frame = data_frame(bytes(60_000), end_stream=True)
+        for at in range(0, len(frame), 2000):
+            talker.write(frame[at : at + 2000])
             await asyncio.sleep(0.02)
         await talker.hear()
 
     async with serving(serve) as address:
-        assert (await ask(client, address)).content == bytes(1000)
+        assert (await ask(client, address)).content == bytes(60_000)
 
 
 @pytest.mark.parametrize(("is_connected", "text"), [(False, "closed"), (True, "lost")])
