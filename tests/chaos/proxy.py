@@ -58,6 +58,7 @@ class Proxy:
         self._name_client = name_client
         self._find_target = find_target
         self._connections: set[_Connection] = set()
+        self._ends: list[asyncio.StreamWriter] = []  # of all connections, to the end
         self.port = 0
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="proxy", daemon=True)
@@ -70,6 +71,9 @@ class Proxy:
             self.port = server.sockets[0].getsockname()[1]
             self._is_ready.set()
             await self._is_over.wait()
+            for end in self._ends:  # also those that wait for a process that is stopped to take the rest
+                end.transport.abort()
+            await asyncio.sleep(0)  # for the transports to close their sockets
 
     @property
     def address(self) -> str:
@@ -100,6 +104,7 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = self._name_client(writer.get_extra_info("peername")[1])
         connection = _Connection(client, [writer])
+        self._ends.append(writer)
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
             self._connections.add(connection)
@@ -108,6 +113,7 @@ class Proxy:
                 return
             there, back = await asyncio.open_connection("127.0.0.1", self._find_target())
             connection.ends.append(back)
+            self._ends.append(back)
             pumps = {
                 asyncio.ensure_future(self._pump("up", connection, reader, back)),
                 asyncio.ensure_future(self._pump("down", connection, there, writer)),
