@@ -151,7 +151,9 @@ def up(
             rich_help_panel="Failures",
         ),
     ] = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all log lines of the services.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all log lines of the services, and all frames of errors.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON on stdout, and everything else on stderr.")
     ] = False,

@@ -147,6 +147,8 @@ class LocalRun:
 
     def _start_script(self, rank: Rank) -> None:
         own = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self._cluster.num_trainers)}  # as torchrun
+        if self._options.verbose:
+            own["GRADPOST_LOG_LEVEL"] = "debug"  # tracebacks with all frames
         if self._options.run_name is not None:
             own["GRADPOST_RUN_NAME"] = self._options.run_name
         self._cluster.start_trainer(rank, self._command, own, self._inherited)

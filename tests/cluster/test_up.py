@@ -98,7 +98,7 @@ WAY_ON = r" \(at round \d+\)\. Continue: \S*gradpost up --resume .*-- python .*\
 ENDINGS = {
     "a trainer exits with a code while another one goes on": Ending(
         "--pservers 1", "if session.rank == 1 and step == 2: sys.exit(7)", 7,
-        (r"^\[trainer 0\] gradpost.TrainerLost: trainer 1 failed: its process failed with exit code 7$",
+        (r"^\[trainer 0\] gradpost: trainer 1 failed: its process failed with exit code 7$",
          r"^failed: mode=sync .* rounds=\d",
          rf"^gradpost: trainer 1 failed: its process failed with exit code 7{WAY_ON}"), ("run failed",), 10**6,
     ),
@@ -109,7 +109,7 @@ ENDINGS = {
     ),
     "a killed script is noticed before its lease ends": Ending(
         "--pservers 1 --lease-seconds 1000", f"if session.rank == 1 and step == 2: {KILL}", 128 + 9,
-        (rf"^\[trainer 0\] gradpost.TrainerLost: trainer 1 failed: its process {KILLED}$",
+        (rf"^\[trainer 0\] gradpost: trainer 1 failed: its process {KILLED}$",
          rf"^gradpost: trainer 1 failed: its process {KILLED}{WAY_ON}",
          r"^failed: mode=sync transport=HTTP/2 rounds=3 "), ("run failed",),
     ),
@@ -168,7 +168,7 @@ def test_a_run_that_is_stopped_can_be_continued(
     assert re.search(rf"^stopped: mode=sync .* rounds={stopped} ", stdout, re.MULTILINE), stdout
     way_on = r"gradpost: an administrator stopped run \w+ \(at round [\d,]+\)\. Continue: \S*gradpost up --resume .*\n"
     assert re.fullmatch(way_on, stderr.splitlines(keepends=True)[-1]), stderr
-    assert "[trainer 0] gradpost.RunStopped: an administrator stopped run" in stdout
+    assert "[trainer 0] gradpost: an administrator stopped run" in stdout
     assert "run failed" not in stdout
     assert json.loads(run_command("checkpoint", "list", "--json").stdout)[0]["round"] >= 20
     script.write_text(script.read_text().replace("range(20000)", "range(optimizer.round, optimizer.round + 5)"))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ps_protocol.errors import BadModel
 
 from ..engines.combined_optimizer import CombinedOptimizer
+from ..session.script import hide_frames
 from ..session.session import Session
 from .remote_optimizer import RemoteOptimizer
 from .wrapped_optimizer import WrappingOptimizer
@@ -44,6 +45,7 @@ class NamedOptimizer(WrappingOptimizer):
         return self.remote.session
 
     @torch.no_grad()
+    @hide_frames
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step as `RemoteOptimizer.step` does, as if the parameters of the other optimizers had no gradients.
 
@@ -61,6 +63,7 @@ class NamedOptimizer(WrappingOptimizer):
         return f"NamedOptimizer({self.name!r}, {self.remote!r})"
 
 
+@hide_frames
 def wrap_optimizers(
     *,
     model: nn.Module | None = None,

@@ -17,6 +17,7 @@ from ps_protocol.vocabulary import Round
 from ..client.arguments import TrainerArguments
 from ..client.telemetry import StepMeasures
 from ..engines.model_tensors import find_tensors
+from ..session.script import hide_frames
 from ..session.session import Session, use_session
 from .choice import check_combination, divide_work, make_state, start_engine
 from .epochs import follow_run
@@ -54,6 +55,7 @@ class RemoteOptimizer(WrappingOptimizer):
 
     _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
+    @hide_frames
     def __init__(
         self,
         optimizer: Optimizer,
@@ -151,6 +153,7 @@ class RemoteOptimizer(WrappingOptimizer):
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
+    @hide_frames
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until those of all trainers are applied, and pull the parameters.
 
@@ -197,6 +200,7 @@ class RemoteOptimizer(WrappingOptimizer):
     # ------------------------------------------------------------------ parameters and state
 
     @torch.no_grad()
+    @hide_frames
     def synchronize(self) -> None:
         """Wait for the steps that are on their way, and write the newest parameters.
 

@@ -23,6 +23,7 @@ from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, Optimize
 from ..engines.combined_optimizer import CombinedOptimizer, is_of_torch
 from ..engines.pserver import PserverEngine
 from ..engines.torch_state import full_groups, plain_number, read_state, write_state
+from ..session.script import hide_frames
 from ..session.session import Session
 from .guard import ScriptGuard
 
@@ -121,6 +122,7 @@ class WrappingOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
+    @hide_frames
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict` of the wrapped optimizer in a single process, with state fetched from the pservers.
 
@@ -136,6 +138,7 @@ class WrappingOptimizer(Optimizer):
         finally:
             self._show_state()
 
+    @hide_frames
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters now, and the state with the first step: that of the lowest rank. Does not block.
 
@@ -151,10 +154,12 @@ class WrappingOptimizer(Optimizer):
             type(self._wrapped).load_state_dict(self._wrapped, state_dict)
         self._show_state()
 
+    @hide_frames
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise BadModel: the plan is made once, when the run starts."""
         refuse_group()
 
+    @hide_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: the optimizer is a place in a run."""
         raise CallError(
@@ -220,6 +225,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     """Make methods of a wrapped optimizer that the run would not notice raise BadModel: `step` while `is_in_run`."""
     step = wrapped.step
 
+    @hide_frames
     @wraps(step)  # keeps the mark of a scheduler that was made before, which warns if it is missing
     def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
         if is_in_run():
@@ -229,6 +235,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
             )
         return step(*arguments, **options)
 
+    @hide_frames
     def refuse_load(*_: object, **__: object) -> NoReturn:
         raise BadModel(
             "the run would not notice what the wrapped optimizer loads: call load_state_dict() of the RemoteOptimizer"
@@ -238,6 +245,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     vars(wrapped).update(changing, add_param_group=refuse_group)
 
 
+@hide_frames
 def refuse_group(*_: object, **__: object) -> NoReturn:
     """Raise BadModel for another parameter group."""
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")

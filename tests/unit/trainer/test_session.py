@@ -18,7 +18,8 @@ from trainer_client import connect
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
 from trainer_client.client.telemetry import TrainerMetrics
-from trainer_client.session.session import Session, outcome_of
+from trainer_client.session.script import outcome_of
+from trainer_client.session.session import Session
 
 # ---------------------------------------------------------------- settings
 
