@@ -12,6 +12,8 @@ from itertools import pairwise
 from signal import SIGCONT
 from typing import TYPE_CHECKING
 
+import httpx
+
 from ps_protocol import routes
 from ps_protocol.errors import GradpostError
 from trainer_client.testing import Child
@@ -194,7 +196,10 @@ def _copy_shard(episode: Episode, victim: str) -> bool:
     cluster, index = episode.cluster, episode.chance.randrange(episode.setup.num_pservers)
     query = {"run": cluster.status().run, "attempt": max(record["attempt"] for record in episode.reader.records)}
     with cluster.connect(seconds=CHANGE_SECONDS, address=cluster.find_address(cluster.pservers[index])) as http:
-        episode.note(f"copy: {http.get(routes.SHARD_COPY, params=query).status_code}")
+        try:
+            episode.note(f"copy: {http.get(routes.SHARD_COPY, params=query).status_code}")
+        except httpx.TransportError:  # an earlier fault has ended the pserver meanwhile
+            return False
     began = time.monotonic()
     episode.kill(victim)
     episode.sleep(LEASE_SECONDS + STANDSTILL_SECONDS, LEASE_SECONDS + STANDSTILL_SECONDS + 2)
