@@ -136,8 +136,12 @@ class PolledTransport(httpx.BaseTransport):
         due = min((origin.due_at for origin in self._origins.values()), default=math.inf)
         if self._has_news:
             self._has_news, seconds = False, 0.0
-        for key, events in self._selector.select(max(0.0, min(seconds, due - now, PING_SECONDS))):
+        ready = self._selector.select(max(0.0, min(seconds, due - now, PING_SECONDS)))
+        for key, events in ready:
             key.data(events)
+        if not ready and seconds:
+            for origin in self._origins.values():
+                origin.read_nowait()
         now = time.monotonic()
         for origin in self._origins.values():
             origin.look_at_clock(now)
@@ -232,6 +236,11 @@ class _PolledOrigin(Origin):
                 self._send_waiting()
             else:
                 self._connect()
+
+    def read_nowait(self) -> None:
+        """Receive what has arrived, although it may be less than the connections await."""
+        for connection in [*self._connections]:
+            connection.read_nowait()
 
     def close(self) -> None:
         """Abort the connection and all calls."""

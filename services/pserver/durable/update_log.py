@@ -237,10 +237,8 @@ class UpdateLog:
         self._newest = segment, fd
         os.ftruncate(fd, newest.end)
         os.fsync(fd)
-        if (newest.round, newest.chain) != (
-            round_,
-            chain,
-        ):  # a part of the log is lost, and the next record follows none
+        # Otherwise a part of the log is lost, and the next record follows none.
+        if (newest.round, newest.chain) != (round_, chain):
             self.close()
             self.begin_segment(round_, chain)
 

@@ -22,6 +22,7 @@ from ps_http2 import client_connection, frames, polled_client
 from ps_http2.client_connection import LOCAL_EXTENSION
 from ps_http2.frames import ErrorCode, pack
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
+from ps_http2.polled_client import PolledTransport
 
 from ..protocol.test_certificates import Authority
 from .shells import PolledOnLoop
@@ -123,18 +124,24 @@ async def test_a_server_in_the_middle_of_a_slow_frame_is_waited_for(
 ) -> None:
     """It cannot answer pings there."""
     shorten(monkeypatch, "PING_SECONDS", 0.05)
-
-    async def serve(talker: Talker) -> None:
-        await talker.until(StreamEnded)
-        talker.h2.send_headers(1, OK)
-        frame = data_frame(bytes(60_000), end_stream=True)
-        for at in range(0, len(frame), 2000):
-            talker.write(frame[at : at + 2000])
-            await asyncio.sleep(0.02)
-        await talker.hear()
-
-    async with serving(serve) as address:
+    async with serving(send_slow_frame) as address:
         assert (await ask(client, address)).content == bytes(60_000)
+
+
+async def test_parts_of_a_slow_frame_extend_the_read_timeout() -> None:
+    async with serving(send_slow_frame) as address:
+        with httpx.Client(transport=PolledTransport(), timeout=0.2) as http:
+            assert (await asyncio.to_thread(http.get, address)).content == bytes(60_000)
+
+
+async def send_slow_frame(talker: Talker) -> None:
+    await talker.until(StreamEnded)
+    talker.h2.send_headers(1, OK)
+    frame = data_frame(bytes(60_000), end_stream=True)
+    for at in range(0, len(frame), 2000):
+        talker.write(frame[at : at + 2000])
+        await asyncio.sleep(0.02)
+    await talker.hear()
 
 
 @pytest.mark.parametrize(("is_connected", "text"), [(False, "closed"), (True, "lost")])
