@@ -19,7 +19,7 @@ from ..client.telemetry import StepMeasures
 from ..engines.model_tensors import find_tensors
 from ..session.script import hide_frames
 from ..session.session import Session, use_session
-from .choice import check_combination, divide_work, make_state, start_engine
+from .choice import check_combination, divide_work, make_state, pause_collection, start_engine
 from .epochs import follow_run
 from .guard import ScriptGuard
 from .overlap import attach_overlap
@@ -56,6 +56,7 @@ class RemoteOptimizer(WrappingOptimizer):
     _step_supports_amp_scaling = True  # torch's GradScaler always calls `step`, with `grad_scale` and `found_inf`
 
     @hide_frames
+    @pause_collection()
     def __init__(
         self,
         optimizer: Optimizer,
