@@ -45,11 +45,13 @@ class Verdict:
 class Arena:
     """One cluster with a run at version 0, and one honest client."""
 
-    def __init__(self, cluster: LocalCluster, trainer: WireTrainer, http: httpx.AsyncClient) -> None:
+    def __init__(
+        self, cluster: LocalCluster, trainer: WireTrainer, http: httpx.AsyncClient, honest: httpx.Client
+    ) -> None:
         self.cluster = cluster
         self._trainer = trainer
         self._http = http
-        self._good = httpx.Client(transport=PolledTransport(), timeout=10)
+        self._honest = honest
         address = trainer.ready.pservers[0].address
         self.target = Target(address, cluster.address, HEALTH, f"{SHARD}?name=large.block0", SEND, {**trainer.fence(1)})
 
@@ -88,7 +90,7 @@ class Arena:
                 break
             try:
                 response = await asyncio.to_thread(
-                    self._good.post, self.target.address + GET, headers=self._trainer.fence(0), json=["small.block0"]
+                    self._honest.post, self.target.address + GET, headers=self._trainer.fence(0), json=["small.block0"]
                 )
                 num_failed += response.status_code != 200
             except httpx.TransportError:
@@ -135,4 +137,5 @@ async def open_arena(**settings: object) -> AsyncIterator[Arena]:
             await trainer.wait_for_plan()
             await trainer.upload_initial()
             await trainer.get(0)
-            yield Arena(cluster, trainer, http)
+            with httpx.Client(transport=PolledTransport(), timeout=10) as honest:
+                yield Arena(cluster, trainer, http, honest)
