@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from .connection import CLOSE_SECONDS, Connection
 from .frames import ErrorCode
+from .reader import MAX_READS
 from .stream import MIN_WINDOW_BYTES, Sink, Stream, StreamResetError
 
 KEPT_BYTES = 64 * 1024  # that a transport gets, to keep a copy of them until the kernel takes more
@@ -63,6 +64,7 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
     stream_type = AsyncStream
     _transport: asyncio.Transport
     _socket: TransportSocket | None = None  # None with TLS, which keeps bytes of its own
+    _num_offered = 0  # bytes of the buffer that the transport receives into
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,6 +78,30 @@ class AsyncConnection(Connection, asyncio.BufferedProtocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(exc)
+
+    @override
+    def get_buffer(self, sizehint: int) -> memoryview:
+        room = self._reader.get_buffers()[0]
+        self._num_offered = len(room)
+        return room
+
+    @override
+    def buffer_updated(self, nbytes: int) -> None:
+        """Process received bytes, and receive more of a large frame, since a turn of the loop takes longer."""
+        self.buffers_updated(nbytes)
+        num_offered = self._num_offered
+        for _ in range(MAX_READS):
+            is_over = nbytes < num_offered or self._low_water == 1
+            if is_over or self._socket is None or self._transport.is_closing():
+                return
+            buffers = self._reader.get_buffers()
+            num_offered = sum(map(len, buffers))
+            try:
+                nbytes = os.readv(self._socket.fileno(), buffers)
+            except OSError:  # nothing has arrived, or never will, which the transport finds out
+                return
+            del buffers
+            self.buffers_updated(nbytes)
 
     @override
     def pause_writing(self) -> None:

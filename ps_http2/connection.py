@@ -1,6 +1,6 @@
 """One end of an HTTP/2 connection (RFC 9113): streams, flow control, settings and errors.
 
-    socket ──► FrameReader ──► DATA: into `stream.sink`, whose memory `get_buffer` gives to the kernel
+    socket ──► FrameReader ──► DATA: into `stream.sink`, whose memory `get_buffers` gives to the kernel
                           └──► other frames: complete, to `frame_received` or `header_block_received`
     stream.outgoing ──► FrameWriter ──► `pump` ──► socket
 
@@ -60,7 +60,7 @@ class Connection(Receiver):
         self._writer = FrameWriter(self.streams, self._frame_sent)
         self._peer_stream_window = frames.DEFAULT_WINDOW
         self._transport: Transport
-        self._low_water = 1
+        self._low_water = 1  # more within a large DATA frame
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} [{len(self.streams)} streams | {self.received_bytes} bytes received]>"
@@ -124,20 +124,19 @@ class Connection(Receiver):
             self.remove_stream(stream, StreamResetError(ErrorCode.CONNECT_ERROR, text))
         self._writer.stop()
 
-    def get_buffer(self, sizehint: int = -1) -> memoryview:
-        """Return the memory of the next bytes, which is never empty."""
-        return self._reader.get_buffer()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Process bytes that were received at the beginning of `get_buffer()`."""
-        self.received_bytes += nbytes
+    def buffers_updated(self, num_bytes: int) -> None:
+        """Process bytes that were received into the buffers of the reader."""
+        self.received_bytes += num_bytes
+        num_frames = self._reader.num_frames
         try:
-            self._reader.buffer_updated(nbytes)
+            self._reader.buffers_updated(num_bytes)
         except ProtocolError as error:
             self.abort(error.code, str(error))
             return
         self.set_low_water(min(LOW_WATER_BYTES, self._reader.num_awaited))
-        self.pump()
+        # DATA alone lets nothing be written.
+        if self._writer.num_queued or self._reader.num_frames != num_frames:
+            self.pump()
 
     def set_low_water(self, num_bytes: int) -> None:
         """Let the shell read once so many bytes have arrived, which the peer is bound to send, or the end.

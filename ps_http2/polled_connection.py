@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import ssl
@@ -11,10 +12,10 @@ from contextlib import suppress
 from typing_extensions import override
 
 from .client_connection import ClientConnection
+from .reader import MAX_READS
 from .stream import Sink, Stream
 
 MAX_BODY_BYTES = 1 << 24  # of a response without a sink
-MAX_READS = 16  # of one socket, before the others have their turn
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -125,14 +126,18 @@ class PolledConnection(ClientConnection):
         with self._guard:
             while not self._wire.is_closing() and (num_reads < MAX_READS or to_end):
                 num_reads += 1
-                room = self.get_buffer()
-                num_bytes = self._wire.socket.recv_into(room)
+                buffers = self._reader.get_buffers()
+                if self._is_secure:
+                    del buffers[1:]
+                    num_bytes = self._wire.socket.recv_into(buffers[0])
+                else:
+                    num_bytes = os.readv(self._wire.socket.fileno(), buffers)
                 if not num_bytes:
                     self.lose(None)
                     return
-                is_all = num_bytes < len(room)
-                del room
-                self.buffer_updated(num_bytes)
+                is_all = num_bytes < sum(map(len, buffers))
+                del buffers
+                self.buffers_updated(num_bytes)
                 if is_all and not to_end:
                     return
 

@@ -10,6 +10,7 @@ from .stream import Stream
 
 SMALL_BYTES = 16 * 1024  # a copy costs less than a system call of its own
 BUFFER_BYTES = 16 * 1024 + frames.FRAME_HEADER_BYTES  # a large frame bypasses it
+MAX_READS = 16  # of one socket, before the others have their turn
 MAX_FRAME_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 64 * 1024  # of one message, encoded and decoded
 MAX_HEADERS = 100  # of one message; each takes 100 bytes of memory, and as little as one on the wire
@@ -40,14 +41,14 @@ class Receiver(Protocol):
 
 
 class FrameReader:
-    """An incremental decoder in the manner of asyncio.BufferedProtocol."""
+    """An incremental decoder in the manner of asyncio.BufferedProtocol, with several buffers."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.num_frames = 0  # received, without DATA
         self._receiver = receiver
         self._buffer = bytearray(BUFFER_BYTES)
         self._num_filled = 0  # bytes of it
-        self._is_direct = False  # whether `get_buffer` has returned memory of a sink
+        self._num_direct = 0  # bytes of a sink's memory among those that `get_buffers` has returned
         self._payload_left = 0  # of the current DATA frame
         self._skipped_left = 0  # of padding, or of a frame of unknown type
         self._flags = 0
@@ -70,22 +71,24 @@ class FrameReader:
         if self._stream is stream:
             self._stream = None
 
-    def get_buffer(self) -> memoryview:
-        """Return the memory of the next bytes, which is never empty."""
+    def get_buffers(self) -> list[memoryview]:
+        """Return the memory of the next bytes, never empty: of a sink, if a large part goes there, and then our own."""
+        self._num_direct = 0
+        buffers = [memoryview(self._buffer)[self._num_filled :]]
         if self._payload_left and self._stream is not None and self._stream.sink is not None:
-            room = self._stream.sink.get_buffer()
+            room = self._stream.sink.get_buffer()[: self._payload_left]
             if len(room) >= min(SMALL_BYTES, self._payload_left):
-                self._is_direct = True
-                return room[: self._payload_left]
-        self._is_direct = False
-        return memoryview(self._buffer)[self._num_filled :]
+                self._num_direct = len(room)
+                buffers.insert(0, room)
+        return buffers
 
-    def buffer_updated(self, num_bytes: int) -> None:
-        """Decode bytes that were written to `get_buffer()`. Raises ProtocolError, and what the receiver raises."""
-        if self._is_direct:
-            self._payload_received(num_bytes, None)
-        else:
-            self._num_filled += num_bytes
+    def buffers_updated(self, num_bytes: int) -> None:
+        """Decode bytes that were written to `get_buffers()`. Raises ProtocolError, and what the receiver raises."""
+        direct = min(num_bytes, self._num_direct)
+        if direct:
+            self._payload_received(direct, None)
+        if num_bytes > direct:
+            self._num_filled += num_bytes - direct
             self._parse()
 
     def _parse(self) -> None:

@@ -168,11 +168,11 @@ class ServerConnection(AsyncConnection):
         """Process bytes that another protocol has received from the transport."""
         rest = memoryview(data)
         while len(rest) and not self._transport.is_closing():
-            room = self.get_buffer(len(rest))
+            room = self._reader.get_buffers()[0]
             count = min(len(room), len(rest))
             room[:count] = rest[:count]
             del room
-            self.buffer_updated(count)
+            self.buffers_updated(count)  # without what follows in the socket
             rest = rest[count:]
 
     @override
