@@ -194,7 +194,7 @@ def _wake_writer(episode: Episode, victim: str, leader: Child, standby: Child) -
 @fault("copy by a reader", "coordinator", lambda setup: not setup.num_standbys)
 def _copy_shard(episode: Episode, victim: str) -> bool:
     cluster, index = episode.cluster, episode.chance.randrange(episode.setup.num_pservers)
-    query = {"run": cluster.status().run, "attempt": max(record["attempt"] for record in episode.reader.records)}
+    query = {"run": cluster.status().run, "attempt": max(record.get("attempt", 0) for record in episode.reader.records)}
     with cluster.connect(seconds=CHANGE_SECONDS, address=cluster.find_address(cluster.pservers[index])) as http:
         try:
             episode.note(f"copy: {http.get(routes.SHARD_COPY, params=query).status_code}")
