@@ -42,9 +42,11 @@ class ParameterWatch:
 
     def note(self, names: Iterable[str] | None = None) -> None:
         """Remember the parameters, or some of them, as they are now."""
-        for name in self._parameters if names is None else names:
-            self._versions[name] = self._parameters[name]._version
-        if not self._has_samples or names is not None:
+        if names is not None:
+            self._versions.update({name: self._parameters[name]._version for name in names})
+            return
+        self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
+        if not self._has_samples:
             return
         if self._memory != (memory := self._find_memory()):
             self._memory, self._views = memory, {}
@@ -55,7 +57,7 @@ class ParameterWatch:
         self._kept = {kind: torch.cat([*views.values()]) for kind, views in self._views.items()}
 
     def _find_memory(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._parameters.values()]
+        return list(map(Tensor.data_ptr, self._parameters.values()))
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Raise BadModel if a parameter, or one of these, has been written to since `note`."""
@@ -192,7 +194,8 @@ class ScriptGuard:
         return {name for name, parameter in self._parameters.items() if id(parameter) in present}
 
     def _read_forms(self) -> list[tuple[Any, ...]]:
-        return [(each.data_ptr(), each.shape, each.stride()) for each in self._parameters.values()]
+        # The shape itself takes longer to read than all of these.
+        return [(each.data_ptr(), each.numel(), each.stride()) for each in self._parameters.values()]
 
     @torch.no_grad()
     def synchronize(self) -> None:
