@@ -59,6 +59,10 @@ def decide_change(run: Run, targets: Mapping[Rank, Incarnation], answers: Answer
         if reason := _find_loss(run, targets, index, incarnation, answer):
             return Rollback(lowest, f"pserver {index} {reason}")
     rules = run.settings.consistency
+    lost = run.newest_applied > max((answer.applied for answer in rounds), default=0) and not rules.is_async
+    if lost and run.record.membership.members.items() - run.record.members.items():
+        # The pserver that lost it may have served it, made of a contribution that no pserver has any more.
+        return Rollback(lowest, f"no pserver has round {run.newest_applied} any more, and a trainer in it has left")
     take_over = {trainer.rank for trainer in run.record.trainers.values() if trainer.is_awaited}
     has_log = run.settings.log_durability != "none"
     decide_mode = decide_steps if rules.is_async else partial(decide_rounds, has_log=has_log)
