@@ -72,8 +72,8 @@ class Pserver:
         compute: ComputeExecutor,
         metrics: PserverMetrics,
         limits: FrameLimits,
-        in_flight: InFlight | None = None,
-        disk: Disk | None = None,
+        in_flight: InFlight,
+        disk: Disk,
     ) -> None:
         self.disk = disk
         self.address = ""  # its base URL, http2 and `local`: as in `RegisterPserver`
@@ -83,10 +83,10 @@ class Pserver:
         self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
         self.index: PserverIndex | None = None
         self.incarnation: Incarnation | None = None
-        self.publisher = None if disk is None else Publisher(disk.find_place)
+        self.publisher = Publisher(disk.find_place)
         self.pool = BufferPool()
         self.limits = limits
-        self.in_flight = in_flight or InFlight(limits.max_body_bytes)
+        self.in_flight = in_flight
         self._compute = compute
         self.metrics = metrics
         self.promoted: PserverRegistered | None = None  # the newest registration as a pserver of this standby
@@ -97,7 +97,7 @@ class Pserver:
         self._installing = asyncio.Lock()
         self.promoting = asyncio.Lock()
         self._searching = asyncio.Lock()
-        self._has_opened_folder = disk is None  # before that the contents of the folder are unknown
+        self._has_opened_folder = False  # before that the contents of the folder are unknown
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)  # no late installation restarts one of them
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
@@ -108,9 +108,8 @@ class Pserver:
         metrics.queued.set_function(lambda: self._run.describe_progress().get("num_queued", 0) if self._run else 0)
         metrics.missing.set_function(lambda: len(self._run.late[0]) if self._run else 0)
         metrics.waiting_seconds.set_function(lambda: self._run.late[1] if self._run else 0)
-        if disk is not None:
-            metrics.disk_free.set_function(lambda: disk.measure_usage()[1])
-            metrics.disk_size.set_function(lambda: disk.measure_usage()[0])
+        metrics.disk_free.set_function(lambda: disk.measure_usage()[1])
+        metrics.disk_size.set_function(lambda: disk.measure_usage()[0])
 
     @property
     def _storage(self) -> RunStorage | None:
@@ -152,9 +151,8 @@ class Pserver:
             await self._replace_run(None, StalePserver("this process takes another role"))
             self._changes = MembershipChanges()
             self.metrics.checkpoint_time.set(0)
-            if self.disk is not None:
-                self.disk.close()
-                self._has_opened_folder = False
+            self.disk.close()
+            self._has_opened_folder = False
 
     def make_registration(
         self, index: PserverIndex | None, previous: Incarnation, held: HeldRun | None
@@ -174,8 +172,6 @@ class Pserver:
         async with self._installing:
             await self._replace_run(None, StalePserver("the pserver is being registered again"))
             self._changes = MembershipChanges()
-            if self.disk is None:
-                return None
             try:
                 await asyncio.to_thread(self.disk.open, self.index if index is None else index)
             except OSError as error:
@@ -221,7 +217,6 @@ class Pserver:
             follower.check_release(answer)
             await self._write_identity(answer)
             replica = await follower.release(answer)
-            assert self.disk is not None
             self.disk.adopt_replica(replica.restored)
             self._has_opened_folder = True
             await self.adopt_identity(answer)
@@ -236,7 +231,7 @@ class Pserver:
     async def _write_identity(self, answer: PserverRegistered) -> None:
         """Write the identity to the disk, unless it is there. Raises FolderTaken, and StorageFailed."""
         disk = self.disk
-        if disk is None or (disk.index, disk.previous_incarnation) == (answer.index, answer.incarnation):
+        if (disk.index, disk.previous_incarnation) == (answer.index, answer.incarnation):
             return
         try:
             await asyncio.to_thread(disk.write_incarnation, answer.index, answer.incarnation)
@@ -312,11 +307,7 @@ class Pserver:
             self._changes = MembershipChanges(run)
         return self._changes
 
-    async def _open_storage(self, message: InstallRun) -> tuple[RunStorage | None, Restored | None]:
-        if self.disk is None:
-            if message.restore is not None or message.durability != "none":
-                raise StorageFailed(f"pserver {self.index} has no folder for its state; set GRADPOST_STATE_DIR")
-            return None, None
+    async def _open_storage(self, message: InstallRun) -> tuple[RunStorage, Restored | None]:
         try:
             return await asyncio.to_thread(self.disk.open_run, message)
         except DamagedFile as error:
@@ -387,7 +378,7 @@ class Pserver:
         async with self._installing:
             self._check_leads()
             if not self._has_opened_folder:
-                if self.disk is None or self.disk.folder is None:
+                if self.disk.folder is None:
                     raise TryAgain("the pserver has not opened its state folder yet")
                 try:
                     await asyncio.to_thread(self.disk.open, self.index)
@@ -398,7 +389,7 @@ class Pserver:
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:
         """Return the progress of the run on the disk, of which nothing is staged."""
-        held = None if self.disk is None else self.disk.held
+        held = self.disk.held
         if held is None or held.run != message.run:
             raise NotReady(f"pserver {self.index} holds nothing of run {message.run}", waiting_for="an installation")
         if held.attempt != message.attempt:
@@ -408,8 +399,6 @@ class Pserver:
     async def find_restorable(self, run: str, newest: Round | None = None, *, is_complete: bool = False) -> Ranges:
         """Return the ranges of rounds to which a run can go back: see `Disk.find_restorable`."""
         served = await self._opened_run()
-        if self.disk is None:
-            return []
         if self.index is None and not self.disk.holds(run):
             raise NotReady("the pserver is not registered yet", waiting_for="its registration")
         storage = served.storage if served is not None and served.installed.run == run else None
@@ -441,7 +430,7 @@ class Pserver:
             self._require_standbys(reply.required)
         run.waits.notice = reply.notice
         is_current = (heartbeat.run, heartbeat.attempt) == (run.installed.run, run.installed.attempt)
-        if run.storage is not None and is_current:  # else its rounds may have been rolled back since
+        if is_current:  # else its rounds may have been rolled back since
             run.storage.complete = reply.complete
 
     def _require_standbys(self, required: RequiredStandbys) -> None:

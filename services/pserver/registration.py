@@ -100,11 +100,9 @@ class Registration:
                 raise
             await self._become_standby(self._index, error)  # of the standby that has replaced this pserver
             return None
-        disk, index = self._pserver.disk, self._index
-        if disk is not None and disk.index is not None:
-            index = disk.index
-        previous = 0 if disk is None else disk.previous_incarnation
-        request = self._pserver.make_registration(index, previous, held)
+        disk = self._pserver.disk
+        index = self._index if disk.index is None else disk.index
+        request = self._pserver.make_registration(index, disk.previous_incarnation, held)
 
         async def attempt() -> PserverRegistered:
             return PserverRegistered.from_answer(await self._post(REGISTER_PSERVER, request))

@@ -21,7 +21,6 @@ from ps_protocol.standbys import ServedRun
 from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
 
-from .durable.storage import RunStorage
 from .pserver import Pserver
 from .run.run import Run
 from .run.sync_run import SyncRun
@@ -39,7 +38,8 @@ async def find_updates(
     A standby that asks for the updates after a round holds all updates up to it: that is its confirmation. The wait
     ends when the client has `left`.
     """
-    storage, standbys = _require_log(run), None if standby is None else run.standbys
+    _check_log(run)
+    standbys = None if standby is None else run.standbys
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
@@ -47,7 +47,7 @@ async def find_updates(
             loop.call_soon_threadsafe(changed.set)
 
     left.add_done_callback(lambda _: changed.set())
-    log, deadline = storage.log, loop.time() + wait_seconds
+    log, deadline = run.storage.log, loop.time() + wait_seconds
     log.wakers.add(wake)
     confirmation, records = 0, b""
     try:
@@ -80,12 +80,11 @@ async def find_updates(
     return Response(records, headers=headers, media_type=UPDATES_TYPE)
 
 
-def _require_log(run: Run) -> RunStorage:
-    """Return the storage of a run whose updates can be read. Raises NotReady, and Conflict."""
+def _check_log(run: Run) -> None:
+    """Raise NotReady, or Conflict, unless the updates of a run can be read."""
     run.check_readable()
-    if run.storage is None or not run.storage.has_log:
+    if not run.storage.has_log:
         raise _make_refusal(run)
-    return run.storage
 
 
 def _make_refusal(run: Run) -> Conflict:
@@ -99,12 +98,13 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
     It may contain updates that wait for standbys: one of these may need the copy.
     """
-    storage = run.require_storage()
+    run.check_failure()
+    run.check_readable()
     if not isinstance(run, SyncRun):
         raise _make_refusal(run)
 
     def copy(metadata: Any) -> tuple[ShardState, dict[str, str]]:
-        return run.shard.state.clone(), storage.describe_shard(run.stepped_history)
+        return run.shard.state.clone(), run.storage.describe_shard(run.stepped_history)
 
     state, description = await run.read_between_updates(copy)
     run.check_failure()  # the newest step may have failed
@@ -136,7 +136,7 @@ def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:
         """Return the run that followers repeat, once they can begin."""
         run = pserver.run
         run.check_failure()
-        _require_log(run)
+        _check_log(run)
         installed = run.installed.model_copy(update={"membership": run.membership})
         cpu = torch.backends.cpu.get_cpu_capability()
         return ServedRun(installed=installed, torch=str(torch.__version__), cpu=cpu)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -14,6 +16,8 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.app import make_pserver_app
+from services.pserver.durable.disk import Disk
+from services.pserver.limits import InFlight
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
@@ -25,11 +29,15 @@ async def run_pserver() -> AsyncIterator[tuple[Pserver, FastAPI]]:
     """Yield a pserver that is not registered yet, and its application."""
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), DEFAULT_LIMITS)
-    try:
-        yield pserver, make_pserver_app(pserver, metrics)
-    finally:
-        compute.close()
+    in_flight = InFlight(DEFAULT_LIMITS.max_body_bytes)
+    with TemporaryDirectory() as folder:
+        disk = Disk(Path(folder))
+        pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), DEFAULT_LIMITS, in_flight, disk)
+        try:
+            yield pserver, make_pserver_app(pserver, metrics)
+        finally:
+            compute.close()
+            disk.close()
 
 
 @asynccontextmanager

@@ -61,14 +61,14 @@ class Publisher:
 
 
 class SnapshotWriter:
-    """The writer of one run's snapshots. Lives on the event loop. Without storage no snapshot is ever due."""
+    """The writer of one run's snapshots. Lives on the event loop."""
 
     def __init__(
         self,
-        storage: RunStorage | None,
+        storage: RunStorage,
         interval: int,
         metrics: PserverMetrics,
-        publisher: Publisher | None = None,
+        publisher: Publisher,
     ) -> None:
         self.published: ShardFile | None = None  # the newest one
         self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
@@ -79,7 +79,7 @@ class SnapshotWriter:
         self._publisher = publisher
         self._named: Round | None = None  # the newest round that the coordinator has named
         self._under_way: Round | None = None  # the named round whose snapshot is copied, written or published
-        self._newest: Round = max(storage.rounds, default=0) if storage else 0  # that is written, or being written
+        self._newest: Round = max(storage.rounds, default=0)  # that is written, or being written
         self._turn = asyncio.Lock()  # to use the folder
         self._writes: set[asyncio.Task[OSError | None]] = set()
         self._publishing: asyncio.Task[None] | None = None
@@ -109,12 +109,10 @@ class SnapshotWriter:
     @property
     def _is_blocked(self) -> bool:
         """True while the shared storage hangs in a copy for an earlier attempt or run."""
-        return self._under_way is None and self._publisher is not None and self._publisher.is_busy
+        return self._under_way is None and self._publisher.is_busy
 
     def begin_if_due(self, round_: Round) -> bool:
         """Return whether a snapshot is due after this round. A named one counts as under way from now on."""
-        if self._storage is None:
-            return False
         if round_ == self._named:
             self.begin_named(round_)
             return True
@@ -151,7 +149,6 @@ class SnapshotWriter:
 
         A snapshot under way is then published, after `wait_until_held`, since other pservers may restore the round.
         """
-        assert self._storage is not None
         round_ = shard.version
         is_named = round_ == self._under_way
         self._newest = max(self._newest, round_)
@@ -203,8 +200,7 @@ class SnapshotWriter:
         try:
             if wait_until_held is not None:
                 await wait_until_held()
-            if self._publisher is not None and self._storage is not None:
-                await self._publisher.publish(path, self._storage.name_shared(file))
+            await self._publisher.publish(path, self._storage.name_shared(file))
         except Exception as error:
             self._note_failure(file.round, error, is_named=True)
             return
@@ -224,9 +220,7 @@ class SnapshotWriter:
     @property
     def is_saved(self) -> bool:
         """True once the last checkpoint of a finished run is complete, so that its log is not needed any more."""
-        if self._storage is None or self.published is None:
-            return False
-        return self.is_over and self.published.round in self._storage.complete
+        return self.is_over and self.published is not None and self.published.round in self._storage.complete
 
     async def wait_for_writes(self) -> None:
         """Wait until nothing is being written to the folder."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -178,14 +178,6 @@ class RunStorage:
         )
 
     # ------------------------------------------------------------------ writing
-
-    def append(self, update: LoggedUpdate, gradient: Sequence[Buffer], loaded: LoadedState | None = None) -> None:
-        """Log an update with the optimizer state that it loads, if the run has a log. An OSError writes nothing."""
-        if not self.has_log:
-            return
-        if loaded is not None:
-            update, gradient = replace(update, loaded=loaded.describe()), [*gradient, *loaded.parts()]
-        self.log.append(update, gradient)
 
     def snapshot(self, shard: Shard, history: History) -> Callable[[], tuple[ShardFile, Path]]:
         """Copy the shard between two updates. The result writes the copy, on any thread, and may raise OSError.

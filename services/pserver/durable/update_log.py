@@ -133,6 +133,8 @@ class UpdateLog:
     def append(self, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
 
+        The optimizer state that the update loads is behind them.
+
         With durability `fsync` it is on the disk when this returns, else in the kernel's memory, which outlives the
         process. On an OSError nothing of it was written.
         """

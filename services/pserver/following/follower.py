@@ -30,7 +30,7 @@ from services.runtime.logs import get_logger
 
 from ..durable.disk import Disk
 from ..durable.records import Record
-from ..durable.snapshot_writer import SnapshotWriter
+from ..durable.snapshot_writer import Publisher, SnapshotWriter
 from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
@@ -270,8 +270,8 @@ class Follower:
         except OSError as error:
             raise TryAgain(f"the standby cannot write its replica of pserver {self.index}: {error}") from error
         self.replica = replica = Replica(
-            installed, self.index, restored=restored, storage=storage, compute=self._compute, pool=self._pool,
-            metrics=self._metrics,
+            installed, self.index, restored=restored, storage=storage, publisher=Publisher(self._disk.find_place),
+            compute=self._compute, pool=self._pool, metrics=self._metrics,
         )  # fmt: skip
         self._writer = replica.writer
         self.lag.reset(replica.round)

@@ -83,9 +83,9 @@ class Run(ABC):
         compute: ComputeExecutor,
         pool: BufferPool,
         metrics: PserverMetrics,
-        storage: RunStorage | None = None,
+        storage: RunStorage,
+        publisher: Publisher,
         restored: Restored | None = None,
-        publisher: Publisher | None = None,
     ) -> None:
         """Resume with `restored`, if there is one, else wait for initial values."""
         self.installed = installed
@@ -100,7 +100,7 @@ class Run(ABC):
         self.shard.aggregator.allows_nonfinite = installed.nonfinite == "allow"
         self.writer = writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics, publisher)
         self.standbys: StandbyConfirmations | None = None
-        if installed.durability == "replicated" and storage is not None and not self.follows:
+        if installed.durability == "replicated" and not self.follows:
             first, report = restored.round if restored else 0, lambda: writer.heartbeat_is_due.set()
             self.standbys = StandbyConfirmations(installed, index, first, storage, report)
         self.failure: GradpostError | None = None  # the reason that has ended the run
@@ -295,7 +295,7 @@ class Run(ABC):
         async with self._publishing:
             if self.shard.is_initialised and not self.is_readable:
                 self.check_failure()
-                if self.storage is not None and (self.installed.restore is None or self.installed.source is not None):
+                if self.installed.restore is None or self.installed.source is not None:
                     await self._write_first_snapshot()
                     self.check_failure()
                 await self.open_reads()
@@ -381,21 +381,14 @@ class Run(ABC):
         history = self.schedule.copy_history() if history is None else history
         await self.writer.write(self.shard, history, self.compute, lambda: self.wait_until_held(wait_seconds=math.inf))
 
-    def require_storage(self) -> RunStorage:
-        """Return the storage, if a checkpoint can be made now or soon. Raises NotReady, or the run's failure."""
-        self.check_failure()
-        self.check_readable()
-        if self.storage is None:
-            raise NotReady(f"pserver {self.index} has no state folder", waiting_for="a state folder")
-        return self.storage
-
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
         """Publish the shard after this round, or number of contributions: immediately if it is the newest one.
 
         `is_over` marks the last checkpoint of the run. Raises StaleRound if the round is over, TryAgain while another
         snapshot is being published.
         """
-        self.require_storage()
+        self.check_failure()
+        self.check_readable()
         newest = await self.wait_for_newest(round_, is_over=is_over)
         self.check_failure()
         if self.writer.request_round(round_, newest, is_over=is_over):
@@ -416,8 +409,7 @@ class Run(ABC):
                 log.error(news, reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts)
                 self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
-            if self.storage is not None:
-                self.storage.log.wake_readers()
+            self.storage.log.wake_readers()
             if self.standbys is not None:
                 self.standbys.wake()
         await self.waits.notify()
@@ -425,7 +417,7 @@ class Run(ABC):
     async def stop(self) -> None:
         """End every wait, and persist the content of the shard, before the process ends."""
         await self.writer.wait_for_writes()
-        if self.storage is not None and self.writer.is_saved:
+        if self.writer.is_saved:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.storage.finish)
         is_intact = self.failure is None or isinstance(self.failure, ENDS_WITH_INTACT_SHARDS)
@@ -434,7 +426,7 @@ class Run(ABC):
         text = f"pserver {self.index} is stopping; a standby may replace it, or it is restarted"
         is_intact = await self.end_when_applied(TryAgain(text, code="stopping"))
         await self.writer.wait_for_writes()
-        if is_intact and self.is_readable and self.storage and self.shard.version not in self.storage.rounds:
+        if is_intact and self.is_readable and self.shard.version not in self.storage.rounds:
             with contextlib.suppress(TryAgain):  # the writer has logged the error
                 await self.write_snapshot()
             await self.writer.wait_for_writes()
@@ -445,5 +437,4 @@ class Run(ABC):
         await self.wait_for_apply()
         async with self._publishing:  # the first snapshot may be being written
             await self.writer.close()
-        if self.storage is not None:
-            self.storage.close()
+        self.storage.close()

@@ -254,23 +254,21 @@ class SyncRun(Run):
         return gradient, present
 
     def _step(self, apply: Apply[StagedBlock]) -> Reply:
-        """Aggregate the contributions unless done, log, step, and encode the reply.
-
-        Raises OSError before anything has changed.
-        """
+        """Aggregate unless done, log, step, and encode the reply. Raises OSError before anything has changed."""
         measured, controls, shard = self._find_measured(apply), self.membership.controls_at(apply.round), self.shard
         history = self.schedule.history_after(apply, measured.norm if measured else None)
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
         hyper_parameters = controls.override_rates(apply.hyper_parameters)
         loaded = find_loaded([contribution.slots for contribution in apply.contributions])
-        if self.storage is not None:
+        if self.storage.has_log:
             logged = None if len(present) == len(shard.layout.places) else present
             update = LoggedUpdate(
                 apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
                 norm=measured.norm if measured else None,
                 shard=None if apply.round % DIGEST_ROUNDS else shard.digest(),
+                loaded=loaded.describe() if loaded else None,
             )  # fmt: skip
-            self.storage.append(update, shard.aggregator.encode(logged), loaded)
+            self.storage.log.append(update, [*shard.aggregator.encode(logged), *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")
         changed = shard.apply(gradient, present, hyper_parameters, loaded)
         self._changed.update(dict.fromkeys(changed, apply.round))

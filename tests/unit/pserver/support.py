@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -39,6 +40,7 @@ from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.heartbeat import digest_run
+from services.pserver.limits import InFlight
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
@@ -299,6 +301,11 @@ class Bench:
         return self.pserver.pool.used_bytes
 
 
+def make_pserver(state_dir: Path, compute: ComputeExecutor, registry: CollectorRegistry) -> Pserver:
+    in_flight = InFlight(LIMITS.max_body_bytes)
+    return Pserver(compute, PserverMetrics(registry, compute), LIMITS, in_flight, Disk(state_dir))
+
+
 @asynccontextmanager
 async def bench(
     num_trainers: int = 2,
@@ -318,8 +325,8 @@ async def bench(
     """
     compute = ComputeExecutor()
     registry = CollectorRegistry()
-    disk = None if state_dir is None else Disk(state_dir)
-    pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
+    folder = tempfile.TemporaryDirectory()
+    pserver = make_pserver(state_dir or Path(folder.name), compute, registry)
     held = await pserver.open_folder(0)
     await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
     plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)
@@ -348,9 +355,8 @@ async def bench(
         await asyncio.sleep(0)
         if message.consistency.is_async:
             await bench.run.end(StaleRun("the test is over"))  # its workers live as long as the run
-        if disk is not None and disk.folder is not None:
+        if state_dir is not None:
             await bench.run.close(StaleRun("the test is over"))
-            disk.folder.close()
         own, left = asyncio.current_task(), set[Any]()
         for _ in range(1000):  # an apply may still run, or a snapshot be published
             left = asyncio.all_tasks() - {own}
@@ -360,6 +366,8 @@ async def bench(
         assert not left, f"tasks that wait for ever: {left}"
     finally:
         compute.close()
+        pserver.disk.close()
+        folder.cleanup()
 
 
 @dataclass(frozen=True)

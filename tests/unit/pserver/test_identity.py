@@ -21,16 +21,13 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, TryAgain, Unauthenticated
 from ps_protocol.membership import Freeze, PserverRegistered, WantCheckpoint
-from services.pserver.durable.disk import Disk
 from services.pserver.durable.snapshot_writer import Publisher
-from services.pserver.metrics import PserverMetrics
-from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
 from services.pserver.shard.shard import Shard
 
 from .oracle import make_options
-from .support import LIMITS, Bench, bench, hold
+from .support import Bench, bench, hold, make_pserver
 
 
 async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path, monkeypatch):
@@ -69,7 +66,7 @@ async def test_a_late_installation_does_not_restore_a_held_run(tmp_path: Path) -
 async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
-    next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
+    next_life = make_pserver(tmp_path, b.compute, CollectorRegistry())
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
     for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
         with pytest.raises(TryAgain, match="has not opened its state folder") as refusal:

@@ -83,9 +83,9 @@ def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
     """One round as a run makes it."""
     gradient, present = shard.aggregator.aggregate([gradients(shard, round_)])
     numbers = make_numbers(SPEC, GROUPS)
-    if storage is not None:
+    if storage is not None and storage.has_log:
         logged = None if len(present) == len(shard.layout.places) else present
-        storage.append(LoggedUpdate(round_, (0,), numbers, logged), shard.aggregator.encode(logged))
+        storage.log.append(LoggedUpdate(round_, (0,), numbers, logged), shard.aggregator.encode(logged))
     shard.apply(gradient, present, numbers)
 
 

@@ -352,7 +352,7 @@ def test_snapshots_carry_the_chain_after_the_log_is_pruned(tmp_path: Path) -> No
 def test_updates_of_another_history_are_not_replayed_onto_a_snapshot(tmp_path: Path) -> None:
     train(tmp_path, 11)
     other, shard = train(tmp_path / "other", 0)
-    other.append(LoggedUpdate(1, (7,), [], ()), [])  # steps nothing
+    other.log.append(LoggedUpdate(1, (7,), [], ()), [])  # steps nothing
     shard.version = 1
     for round_ in range(2, 9):
         step(shard, round_, other)

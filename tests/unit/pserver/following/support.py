@@ -19,17 +19,14 @@ from ps_protocol.membership import PserverRegistered
 from ps_protocol.routes import UPDATES
 from ps_protocol.standbys import FenceStandby, StandbyAnswer
 from services.pserver.app import make_pserver_app
-from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.following.follower import Follower
 from services.pserver.following.replica import Replica
-from services.pserver.metrics import PserverMetrics
-from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 
 from ...runtime.support import running
-from ..support import LIMITS, Bench, until
+from ..support import Bench, make_pserver, until
 from ..test_replication import logging
 
 Change = Callable[[Scope, Message], Message]
@@ -54,12 +51,11 @@ class Standby:
         self.address = address
         self.registry = CollectorRegistry()
         self.compute = ComputeExecutor()
-        disk, metrics = Disk(folder), PserverMetrics(self.registry, self.compute)
-        self.pserver = Pserver(self.compute, metrics, LIMITS, disk=disk)
+        self.pserver = make_pserver(folder, self.compute, self.registry)
         self.pserver.address = "http://standby:1"
         self.follower = self.pserver.follower = Follower(
-            0, self.pserver.instance, disk, http, open_updates, compute=self.compute, pool=self.pserver.pool,
-            metrics=metrics,
+            0, self.pserver.instance, self.pserver.disk, http, open_updates,
+            compute=self.compute, pool=self.pserver.pool, metrics=self.pserver.metrics,
         )  # fmt: skip
         self.task: asyncio.Task[Any] | None = None
         self.change: Change | None = None
