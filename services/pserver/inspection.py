@@ -6,7 +6,8 @@ People ask the coordinator, which asks the pservers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import reduce
 from typing import Annotated, Any, TypeAlias
 
@@ -19,7 +20,7 @@ from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
-from services.runtime.large_replies import LargeReplies, LargeReply, stream_chunks
+from services.runtime.large_replies import LargeReplies, LargeReply, Stream, stream_chunks
 from services.runtime.statistics import Statistics
 
 from .pserver import Pserver
@@ -41,8 +42,9 @@ AtRound: TypeAlias = Annotated[
 Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="seconds to wait for the round")]
 
 
-async def read_shard(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
-    """Return a frame of these blocks or, without names, of all blocks and buffers in plan order, the blocks first.
+@asynccontextmanager
+async def open_shard(run: Run, names: Sequence[str], round_: Round | None, seconds: float) -> AsyncIterator[Stream]:
+    """Open a stream of these blocks or, without names, of all blocks and buffers in plan order, the blocks first.
 
     They are of one version: that of a round, if one is named, else the newest. In asynchronous modes all blocks contain
     the same contributions, which the metadata names. Raises StaleRound if the round is over, RoundPending if it is not
@@ -50,10 +52,10 @@ async def read_shard(run: Run, names: Sequence[str], round_: Round | None, secon
     """
     _check(run, names)
 
-    def read(metadata: Mapping[str, str]) -> list[bytes]:
+    def read(metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         return run.shard.encode(names or None, metadata, with_buffers=not names)
 
-    return await run.read_after_round(round_, read, seconds)
+    yield stream_chunks(await run.read_after_round(round_, read, seconds))
 
 
 async def describe_blocks(run: Run, names: Sequence[str], thread: ComputeExecutor) -> list[Statistics]:
@@ -113,9 +115,7 @@ def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
     async def shard(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
         """Return blocks or, without names, all blocks and buffers of this shard, of one version."""
-        return LargeReply(
-            large, lambda: stream_chunks(read_shard(pserver.require_shown(), name, at, wait_seconds)), CONTENT_TYPE
-        )
+        return LargeReply(large, lambda: open_shard(pserver.require_shown(), name, at, wait_seconds), CONTENT_TYPE)
 
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names) -> Sequence[Statistics]:

@@ -19,7 +19,7 @@ from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.standbys import ServedRun
 from ps_protocol.vocabulary import Round
-from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, watch_for_disconnect
+from services.runtime.large_replies import LargeReplies, LargeReply, Stream, stream_chunks, watch_for_disconnect
 
 from .pserver import Pserver
 from .run.run import Run
@@ -108,14 +108,7 @@ async def copy_shard(run: Run) -> AsyncIterator[Stream]:
 
     state, description = await run.read_between_updates(copy)
     run.check_failure()  # the newest step may have failed
-    parts = state.encode(run.plan, description)
-
-    async def cut() -> AsyncIterator[bytes]:
-        for part in parts:
-            for at in range(0, len(part), PART_BYTES):
-                yield bytes(part[at : at + PART_BYTES])
-
-    yield Stream(sum(map(len, parts)), cut(), {"gradpost-round": str(state.version)})
+    yield stream_chunks(state.encode(run.plan, description), {"gradpost-round": str(state.version)})
 
 
 def add_replication_routes(app: FastAPI, pserver: Pserver) -> None:

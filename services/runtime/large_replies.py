@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import Response
 from starlette.requests import ClientDisconnect
@@ -13,18 +13,19 @@ from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import TryAgain
 
-PART_BYTES = 1024 * 1024  # of a stream
+PART_BYTES = 1024 * 1024  # that are sent at a time
 MAX_AT_ONCE = 4
 PATIENCE_SECONDS = 10.0  # for which a request waits for a slot
+NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A reply whose parts arrive one by one; `parts` can be read once and contain `num_bytes` together."""
+    """A reply whose parts, of any size, arrive one by one; they can be read once and contain `num_bytes` together."""
 
     num_bytes: int
-    parts: AsyncIterator[bytes]
-    headers: Mapping[str, str] = field(default_factory=dict)
+    parts: AsyncIterator[bytes | memoryview]
+    headers: Mapping[str, str]
 
 
 class LargeReplies:
@@ -47,16 +48,14 @@ class LargeReplies:
             self._slots.release()
 
 
-@asynccontextmanager
-async def stream_chunks(chunks: Awaitable[Sequence[bytes]]) -> AsyncIterator[Stream]:
-    """Open a stream of chunks that are in the memory of this process."""
-    made = await chunks
+def stream_chunks(chunks: Sequence[bytes | memoryview], headers: Mapping[str, str] = NO_HEADERS) -> Stream:
+    """Return a stream of chunks that are in the memory of this process."""
 
-    async def parts() -> AsyncIterator[bytes]:
-        for chunk in made:
+    async def parts() -> AsyncIterator[bytes | memoryview]:
+        for chunk in chunks:
             yield chunk
 
-    yield Stream(sum(map(len, made)), parts())
+    return Stream(sum(map(len, chunks)), parts(), headers)
 
 
 class LargeReply(Response):
@@ -89,10 +88,12 @@ class LargeReply(Response):
         headers = {"content-type": str(self.media_type), "content-length": str(stream.num_bytes), **stream.headers}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        async for part in stream.parts:
-            if left.done():  # servers accept any number of parts after a disconnect
-                return
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        async for chunk in stream.parts:
+            for at in range(0, len(chunk), PART_BYTES):
+                if left.done():  # servers accept any number of parts after a disconnect
+                    return
+                part = chunk[at : at + PART_BYTES]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -348,7 +348,7 @@ class Run(ABC):
         self.schedule.check_state(fence.rank, fence.trainer_incarnation, fence.round, version)
         return chunks
 
-    async def get_buffers(self, fence: Fence) -> Sequence[bytes]:
+    async def get_buffers(self, fence: Fence) -> Sequence[bytes | memoryview]:
         """Return a frame of this shard's buffers, which no round changes, for a member."""
         self.check_fence(fence)
         self.check_member(fence)

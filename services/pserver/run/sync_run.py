@@ -31,7 +31,7 @@ from ..durable.update_log import LoggedUpdate
 from ..shard.captures import Captures
 from ..shard.history import History
 from ..shard.optimizer_blocks import find_loaded
-from ..shard.reply import Reply, VersionedBlocks
+from ..shard.reply import Parts, Reply, VersionedBlocks
 from ..shard.tensors import StagedBlock
 from ..waits import Wait, name_trainers
 from .rounds import Apply, Measure, Order, Rounds
@@ -340,7 +340,7 @@ class SyncRun(Run):
             reply = Reply(version, chunks)
         return reply
 
-    def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Sequence[bytes]]:
+    def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Parts]:
         version = self.shard.version  # of the values, since jobs run one at a time
         return version, self.shard.encode(names, metadata=self.metadata(version), pulled=True)
 

@@ -23,7 +23,6 @@ from .bodies import BufferPool, PooledBuffer
 from .layout import BlockPlace
 from .tensors import view_bytes
 
-CHUNK_BYTES = 1 << 20
 LARGE_BYTES = 1 << 16  # larger tensors are sent without a copy; smaller ones are joined
 GRACE_SECONDS = 0.1  # for readers that are about to end: a trainer that needs these values has sent no barrier yet
 
@@ -59,20 +58,15 @@ class PulledViews:
                 tensor = place.name, dtype, (place.block.num_elements,)
                 self._blocks.append((tensor, number, width * (place.begin - begin), width * (place.end - begin)))
 
-    def read(self, *, copied: bool) -> PulledBytes:
-        """Return the blocks with their bytes, which are valid until the values change, unless they are copied."""
+    def read(self, *, copied: bool) -> tuple[Sequence[EncodedTensor], Sequence[memoryview]]:
+        """Return the blocks with their bytes in plan order, and the same bytes in fewer pieces.
+
+        They are valid until the values change, unless they are copied.
+        """
         for pulled, exact in self._converted:
             pulled.copy_(exact)
         pieces = [memoryview(bytes(each)) for each in self._stretches] if copied else self._stretches
-        return PulledBytes([(tensor, pieces[number][begin:end]) for tensor, number, begin, end in self._blocks], pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class PulledBytes:
-    """The blocks of a shard in plan order, and the same bytes in fewer pieces."""
-
-    blocks: Sequence[EncodedTensor]
-    pieces: Sequence[memoryview]
+        return [(tensor, pieces[number][begin:end]) for tensor, number, begin, end in self._blocks], pieces
 
 
 class FrameCopy:
@@ -94,58 +88,21 @@ class FrameCopy:
 
     def fill(self, values: Tensor) -> None:
         """Copy the blocks from `values`, the shard's flat float32 tensor."""
-        at, bytes_of_values = self._data_begin, view_bytes(values)
-        for place in self._places:
-            count, dtype = place.block.num_elements, place.pulled
-            end = at + DTYPE_BYTES[dtype] * count
-            if dtype == "F32" and end - at < LARGE_BYTES:  # takes a tenth of the time of a tensor's copy
-                self.buffer[at:end] = bytes_of_values[4 * place.begin : 4 * place.end]
-            elif count:
-                copy = torch.frombuffer(self.buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=at)
-                copy.copy_(values[place.begin : place.end])
-            at = end
+        copy_blocks(values, [(place, place.pulled) for place in self._places], self.buffer[self._data_begin :])
 
 
-class ChunkEncoder:
-    """An encoder of blocks of `values`, the shard's flat float32 tensor, in chunks of about 1 MiB."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-        self._value_bytes = view_bytes(values)
-        self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-
-    def encode(self, places: Iterable[BlockPlace], *, pulled: bool = False) -> list[bytes]:
-        """Return the data of these blocks in the given order, little-endian, without holes.
-
-        The dtype is the parameter's, or the one that is `pulled`. Large blocks are split and small ones joined.
-        """
-        chunks: list[bytes] = []
-        pieces: list[memoryview] = []  # of the next chunk, not copied yet
-        size = 0
-        for place in places:
-            dtype = place.pulled if pulled else place.dtype
-            width = DTYPE_BYTES[dtype]
-            begin = place.begin
-            while begin < place.end:
-                end = min(place.end, begin + (CHUNK_BYTES - size) // width)
-                if begin == end:
-                    chunks.append(b"".join(pieces))
-                    pieces, size = [], 0
-                    continue
-                pieces.append(self._encode_piece(dtype, begin, end, size))
-                size += width * (end - begin)
-                begin = end
-        if pieces:
-            chunks.append(b"".join(pieces))
-        return chunks
-
-    def _encode_piece(self, dtype: str, begin: int, end: int, offset: int) -> memoryview:
-        """Return the bytes of the values [begin, end); another dtype than float32 is written to the scratch memory."""
-        if dtype == "F32":
-            return self._value_bytes[4 * begin : 4 * end]
-        target = self._scratch[offset : offset + DTYPE_BYTES[dtype] * (end - begin)]
-        target.view(TORCH_DTYPES[dtype]).copy_(self._values[begin:end])
-        return view_bytes(target)
+def copy_blocks(values: Tensor, blocks: Iterable[tuple[BlockPlace, str]], target: memoryview) -> None:
+    """Copy blocks of `values`, the shard's flat float32 tensor, to the target, each in the dtype beside it."""
+    at, bytes_of_values = 0, view_bytes(values)
+    for place, dtype in blocks:
+        count = place.block.num_elements
+        end = at + DTYPE_BYTES[dtype] * count
+        if dtype == "F32" and end - at < LARGE_BYTES:  # takes a tenth of the time of a tensor's copy
+            target[at:end] = bytes_of_values[4 * place.begin : 4 * place.end]
+        elif count:
+            copy = torch.frombuffer(target, dtype=TORCH_DTYPES[dtype], count=count, offset=at)
+            copy.copy_(values[place.begin : place.end])
+        at = end
 
 
 class VersionedBlocks:
@@ -156,22 +113,22 @@ class VersionedBlocks:
 
     def __init__(
         self,
-        pulled: PulledBytes,
+        pulled: tuple[Sequence[EncodedTensor], Sequence[memoryview]],
         changed: Mapping[str, Round],
         metadata: Mapping[str, str],
         base: Round = 0,
         deltas: Mapping[str, Sequence[EncodedTensor]] = NO_DELTAS,
     ) -> None:
-        """`changed` names the round in which each block changed last. `deltas` apply to the version `base`.
+        """`pulled` is from `PulledViews`. `changed` names the round in which each block changed last.
 
-        Most trainers have that version.
+        `deltas` apply to the version `base`, which most trainers have.
         """
-        self._blocks = blocks = pulled.blocks
+        self._blocks, pieces = pulled
         self._changed = changed
         self._metadata = metadata
         self._base = base
         self._deltas = deltas
-        self._frames: dict[Round | None, Parts] = {None: _join(blocks, pulled.pieces, metadata)}
+        self._frames: dict[Round | None, Parts] = {None: _join(self._blocks, pieces, metadata)}
 
     def parts(self, base: Round | None = None) -> Parts:
         """Return the frame for a trainer that has all blocks of version `base`; None is a trainer without blocks.

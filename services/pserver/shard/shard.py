@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -21,14 +22,14 @@ from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, split_key, write_states
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY
-from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
+from ps_protocol.vocabulary import DTYPE_BYTES, BufferSpec, PserverIndex, Rank
 from ps_protocol.wire_types import WireTensor
 
 from .aggregation import Aggregator
 from .layout import ShardLayout
 from .optimizer_blocks import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
-from .reply import ChunkEncoder, PulledViews
+from .reply import PulledViews, copy_blocks
 from .shard_state import ShardState
 from .tensors import view_bytes
 
@@ -48,8 +49,6 @@ class Shard:
         self.optimizer = OptimizerBlocks(self.layout, plan.optimizer)
         self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self.aggregator = Aggregator(self.layout, self.values)
-        self._encoder = ChunkEncoder(self.values)
-        self._pulled_encoder = self._encoder if self.published is None else ChunkEncoder(self.published.values)
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
         self._buffers: dict[str, bytes] = {}
         self._initialised: set[str] = set()
@@ -58,6 +57,10 @@ class Shard:
         """Return the master values of one block: a view of shape (num_elements,), float32."""
         place = self.layout.place[name]
         return self.values[place.begin : place.end]
+
+    @property
+    def _pulled_values(self) -> Tensor:
+        return self.values if self.published is None else self.published.values
 
     @property
     def is_small(self) -> bool:
@@ -189,25 +192,24 @@ class Shard:
         *,
         pulled: bool = False,
         with_buffers: bool = False,
-    ) -> list[bytes]:
+    ) -> list[bytes | memoryview]:
         """Return a frame of these blocks (all by default) in plan order: the values, or as trainers pull them.
 
-        The buffers that were set follow, if wanted, in plan order and with their shapes.
-        The header comes first, then chunks of about 1 MiB. The bytes are copies, which later updates do not change.
+        The buffers that were set follow, if wanted, in plan order and with their shapes. The bytes are copies, which
+        later updates do not change.
         """
-        places = self.layout.find_places(blocks)
+        chosen = [(place, place.pulled if pulled else place.dtype) for place in self.layout.find_places(blocks)]
         specs = self._stored_buffers() if with_buffers else []
-        entries: list[WireTensor]
-        entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
+        entries: list[WireTensor] = [(place.name, dtype, (place.block.num_elements,)) for place, dtype in chosen]
+        num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in entries)
         entries += [(spec.name, spec.dtype, spec.shape) for spec in specs]
-        encoder = self._pulled_encoder if pulled else self._encoder
-        buffers = [self._buffers[spec.name] for spec in specs]
-        return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled), *buffers]
+        data = np.empty(num_bytes, np.uint8).data
+        copy_blocks(self._pulled_values if pulled else self.values, chosen, data)
+        return [encode_header(entries, metadata), data, *(self._buffers[spec.name] for spec in specs)]
 
     def view_pulled(self) -> PulledViews:
         """Return views of all blocks as trainers pull them, in plan order."""
-        values = self.values if self.published is None else self.published.values
-        return PulledViews(values, self.layout.find_places(None))
+        return PulledViews(self._pulled_values, self.layout.find_places(None))
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """Return the delta of each block to the round before, where there is one; valid until the next step."""

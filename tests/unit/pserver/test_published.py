@@ -17,7 +17,7 @@ from ps_protocol.plan import make_plan
 from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
-from services.pserver.inspection import read_shard
+from services.pserver.inspection import open_shard
 from services.pserver.shard.reply import VersionedBlocks
 from services.pserver.shard.shard import Shard
 from services.pserver.shard.shard_state import ShardState, reslice
@@ -201,7 +201,8 @@ async def test_a_trainer_with_the_round_before_gets_a_delta_and_others_the_publi
             assert {entry.dtype for entry in parse_frame(body).tensors} == {"F32"}
             assert_same(decode(body)[0], values)
         assert_same(decode(await pserver.get(0, 3, names=["p3.block0"]))[0], {"p3.block0": values["p3.block0"]})
-        exact, _ = decode(b"".join(await read_shard(pserver.run, ["p3.block0"], None, 0)))
+        async with open_shard(pserver.run, ["p3.block0"], None, 0) as stream:
+            exact, _ = decode(b"".join([part async for part in stream.parts]))
         assert 0 < (exact["p3.block0"] - values["p3.block0"]).abs().max() < 0.1
 
 

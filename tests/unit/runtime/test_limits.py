@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, StaleRound
 from services.runtime import gate, large_replies
 from services.runtime.gate import Entry, Gate
-from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, stream_chunks
+from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, stream_chunks
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import Guard
 
@@ -151,19 +152,20 @@ class Replies:
 
         @self.app.get("/large")
         async def large() -> Response:
-            return LargeReply(slots, lambda: stream_chunks(self.make()), "application/octet-stream")
+            return LargeReply(slots, self.make, "application/octet-stream")
 
         @self.app.get("/fails")
         async def fails() -> Response:
-            return LargeReply(slots, lambda: stream_chunks(self.fail()), "application/octet-stream")
+            return LargeReply(slots, self.fail, "application/octet-stream")
 
-    async def make(self) -> list[bytes]:
+    @asynccontextmanager
+    async def make(self) -> AsyncIterator[Stream]:
         self.num_made += 1
         self.begun.release()
         await self.may_end.wait()
-        return [bytes(PART_BYTES + 1), b"end"]
+        yield stream_chunks([bytes(PART_BYTES + 1), b"end"])
 
-    async def fail(self) -> list[bytes]:
+    def fail(self) -> NoReturn:
         raise StaleRound("round 3 is over")
 
 
