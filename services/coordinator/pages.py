@@ -25,7 +25,7 @@ from ps_protocol.errors import NotFound
 from ps_protocol.fields import Identifier
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.scopes import DASHBOARD, DASHBOARD_FILE
+from services.runtime.security import DASHBOARD, DASHBOARD_FILE
 from services.runtime.server import run_service, serve
 from services.runtime.settings import ServiceSettings
 

@@ -1,6 +1,6 @@
 """The binary endpoints: raw ASGI, because a path operation would cost more than the request.
 
-Each one parses the fence, checks it before the body is read, and calls the run. `openapi.py` describes them.
+Each one parses the fence, checks it before the body is read, and calls the run. `app.py` describes them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
 from ps_protocol.requests import Barrier, Pull, PushAnswer
 
-from .limits import WaitingPulls
 from .pserver import Pserver
 from .run.run import Run
 from .run.sync_run import SyncRun
 from .shard.bodies import content_length, receive_body
+from .waits import WaitingPulls
 
 MAX_GET_BODY_BYTES = 1024 * 1024
 

@@ -25,11 +25,11 @@ from services.runtime.server import run_service, serve
 from .app import make_pserver_app
 from .durable.disk import Disk
 from .following.follower import Follower
-from .limits import InFlight
 from .metrics import PserverMetrics
 from .pserver import Pserver
 from .registration import Registration
 from .settings import PserverSettings
+from .shard.bodies import InFlight
 
 log = get_logger()
 

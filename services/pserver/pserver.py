@@ -50,13 +50,12 @@ from .durable.disk import Disk
 from .durable.snapshot_writer import Publisher
 from .durable.storage import Ranges, Restored, RunStorage
 from .following.follower import Follower
-from .limits import InFlight
 from .metrics import PserverMetrics
 from .run.queue_run import QueueRun
 from .run.run import Run
 from .run.staging import MembershipChanges
 from .run.sync_run import SyncRun
-from .shard.bodies import BufferPool
+from .shard.bodies import BufferPool, InFlight
 
 log = get_logger()
 

@@ -27,7 +27,7 @@ from services.runtime.security import TOKEN_WAIT_SECONDS
 
 from .durable.disk import FolderTaken
 from .following.follower import Follower
-from .heartbeat import describe_standby, make_heartbeat
+from .inspection import describe_standby, make_heartbeat
 from .pserver import Pserver
 from .settings import PserverSettings
 from .waits import run_until, wait_for_any

@@ -1,18 +1,22 @@
-"""The waits of requests for trainers, and waits for several events."""
+"""The waits of requests for trainers, the limit of waiting pulls, and waits for several events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ps_protocol.errors import RoundPending, RoundTimeout
+from ps_protocol.errors import RoundPending, RoundTimeout, TryAgain
 from ps_protocol.vocabulary import Rank
+from services.runtime.gate import current_request, end_request
 
 T = TypeVar("T")
+
+MAX_WAITING_PULLS = 16  # for one trainer, which needs one pull for each step in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +107,33 @@ async def run_until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
         task.cancel()
         await asyncio.wait({task})
     return None if task.cancelled() else task.result()
+
+
+class WaitingPulls:
+    """The pulls of each trainer that wait, or whose replies are being sent.
+
+    A pull beyond the limit ends the oldest pull, whose client has most likely disconnected.
+    """
+
+    def __init__(self, max_each: int = MAX_WAITING_PULLS) -> None:
+        self._max_each = max_each
+        self._by_rank: defaultdict[Rank, deque[asyncio.Task[Any]]] = defaultdict(deque)
+
+    def __repr__(self) -> str:
+        return f"<WaitingPulls [{ {rank: len(pulls) for rank, pulls in self._by_rank.items()} }]>"
+
+    @contextlib.contextmanager
+    def place(self, rank: Rank) -> Iterator[None]:
+        """Count a pull while the block runs. It is ended when a newer pull needs the place."""
+        pulls, request = self._by_rank[rank], current_request()
+        if len(pulls) >= self._max_each:
+            text = f"trainer {rank} sent {self._max_each} newer requests, so this one was ended"
+            end_request(pulls.popleft(), TryAgain(text, code="overloaded"))
+        pulls.append(request)
+        try:
+            yield
+        finally:
+            if request in pulls:
+                pulls.remove(request)
+            if not pulls:
+                self._by_rank.pop(rank, None)

@@ -20,8 +20,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .gate import Entry, Gate
 from .metrics import ServiceMetrics
-from .scopes import PROBES, ROUTE_SCOPES
-from .security import Guard
+from .security import PROBES, ROUTE_SCOPES, Guard
 
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -17,9 +17,9 @@ from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.disk import Disk
-from services.pserver.limits import InFlight
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
+from services.pserver.shard.bodies import InFlight
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
 

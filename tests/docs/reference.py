@@ -35,7 +35,7 @@ from services.pserver.metrics import PserverMetrics
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.scopes import ROUTE_SCOPES
+from services.runtime.security import ROUTE_SCOPES
 from services.runtime.settings import ServiceSettings
 from trainer_client.client.settings import TrainerSettings
 from trainer_client.client.telemetry import TrainerMetrics

@@ -12,7 +12,7 @@ from ps_config.tokens import SCOPES
 from ps_protocol.fence import FENCE_HEADER, Fence
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
-from services.runtime.scopes import ROUTE_SCOPES
+from services.runtime.security import ROUTE_SCOPES
 
 from .apps import run_coordinator, run_pserver
 from .markdown import codes, example_plan, read, section, table, tables, without_code

@@ -9,7 +9,7 @@ from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from services.pserver.run.rounds import Measure, Rounds
 from services.pserver.run.staging import MembershipChanges
-from services.pserver.shard.history import History
+from services.pserver.shard.shard_state import History
 
 LOST = -1  # the attempt of a pserver that has lost rounds, until members are installed
 

@@ -40,9 +40,8 @@ from services.runtime.storage import (
     write_file,
 )
 
-from ..shard.history import History
 from ..shard.shard import Shard
-from ..shard.shard_state import ShardState, reslice
+from ..shard.shard_state import History, ShardState, reslice
 from .storage import Ranges, Restored, RunStorage, read_shard
 
 log = get_logger()

@@ -22,8 +22,8 @@ from services.runtime.logs import get_logger
 from services.runtime.storage import CheckpointStorage
 
 from ..metrics import PserverMetrics
-from ..shard.history import History
 from ..shard.shard import Shard
+from ..shard.shard_state import History
 from .storage import RunStorage
 
 log = get_logger()

@@ -29,10 +29,9 @@ from services.runtime.checkpoints import is_undone, round_folder, shard_name
 from services.runtime.logs import get_logger
 from services.runtime.storage import Buffer, DamagedFile, digest_chunks, read_file, write_file
 
-from ..shard.history import History
-from ..shard.optimizer_blocks import LoadedState
+from ..shard.optimizer import LoadedState
 from ..shard.shard import Shard
-from ..shard.shard_state import ShardState
+from ..shard.shard_state import History, ShardState
 from .update_log import LoggedUpdate, UpdateLog
 
 Ranges: TypeAlias = list[tuple[Round, Round]]  # the first and the last round of each range

@@ -21,7 +21,7 @@ from ps_protocol.errors import Conflict, ContributionMissing, FutureRound, Stale
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ..shard.history import History
+from ..shard.shard_state import History
 from .staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 

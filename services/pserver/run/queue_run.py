@@ -25,10 +25,9 @@ from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from ..durable.storage import Restored
-from ..shard.bodies import Body
-from ..shard.optimizer_blocks import LoadedState
+from ..shard.bodies import Body, StagedBlock
+from ..shard.optimizer import LoadedState
 from ..shard.reply import FrameCopy, Reply
-from ..shard.tensors import StagedBlock
 from ..waits import Wait, name_trainers
 from .clocks import Clocks, PulledState, Pulls
 from .queues import BlockQueue, BlockUpdate, UpdateJobs

@@ -19,7 +19,7 @@ from ps_protocol.errors import Ended, GradpostError
 from ps_protocol.optimizers import HyperParameters
 from services.runtime.logs import get_logger
 
-from ..shard.tensors import StagedBlock
+from ..shard.bodies import StagedBlock
 from .clocks import Clocks, Committed, PulledState
 from .run import Run
 

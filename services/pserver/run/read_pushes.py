@@ -16,10 +16,9 @@ from ps_protocol.requests import STATES_KEY, Completion
 from ps_protocol.vocabulary import BufferSpec, PserverIndex
 from ps_protocol.wire_types import WireTensor
 
-from ..shard.bodies import Body
+from ..shard.bodies import Body, StagedBlock, view_tensors
 from ..shard.layout import BlockPlace, ShardLayout
 from ..shard.shard import MASTER_BYTES
-from ..shard.tensors import StagedBlock, view_tensors
 from .staging import Push
 
 FoundBlocks: TypeAlias = list[tuple[str, int, list[int]]]  # block, number of elements, indices of its tensors

@@ -24,7 +24,7 @@ from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from ..shard.history import History
+from ..shard.shard_state import History
 from .staging import Admission, Payload, Push, Staged, StagedContribution, admit, check_member
 
 

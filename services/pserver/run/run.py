@@ -45,11 +45,10 @@ from services.runtime.logs import get_logger
 from ..durable.snapshot_writer import Publisher, SnapshotWriter
 from ..durable.storage import Restored, RunStorage
 from ..metrics import PserverMetrics
-from ..shard.bodies import Body, BufferPool
-from ..shard.history import History
+from ..shard.bodies import Body, BufferPool, StagedBlock, check_blocks
 from ..shard.reply import Reply
 from ..shard.shard import Shard
-from ..shard.tensors import StagedBlock, check_blocks
+from ..shard.shard_state import History
 from ..waits import Wait, Waits
 from .clocks import Clocks
 from .read_pushes import PushReader, measure_largest_body, read_initial

@@ -12,8 +12,8 @@ from ps_protocol.optimizers import find_difference
 from ps_protocol.vocabulary import Rank
 from services.runtime.logs import get_logger
 
+from ..shard.bodies import StagedBlock
 from ..shard.layout import ShardLayout
-from ..shard.tensors import StagedBlock
 from .rounds import Apply
 
 log = get_logger()

@@ -28,11 +28,11 @@ from services.runtime.logs import get_logger
 
 from ..durable.storage import Restored
 from ..durable.update_log import LoggedUpdate
+from ..shard.bodies import StagedBlock
 from ..shard.captures import Captures
-from ..shard.history import History
-from ..shard.optimizer_blocks import find_loaded
+from ..shard.optimizer import find_loaded
 from ..shard.reply import Parts, Reply, VersionedBlocks
-from ..shard.tensors import StagedBlock
+from ..shard.shard_state import History
 from ..waits import Wait, name_trainers
 from .rounds import Apply, Measure, Order, Rounds
 from .run import Read, Run

@@ -12,8 +12,8 @@ from ps_protocol.encodings import Part, is_finite
 from ps_protocol.errors import Ended
 from ps_protocol.optimizers import LOWEST_RANK
 
+from .bodies import view_bytes
 from .layout import ShardLayout
-from .tensors import view_bytes
 
 PIECE = 1 << 18  # elements that are summed before they are scaled, so that they stay in the cache
 SMALL = 1 << 12  # elements of a block whose sum takes less time than the call

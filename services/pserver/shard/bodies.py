@@ -1,23 +1,33 @@
 """Large bodies in buffers that are reused, because page faults are half the cost of receiving a large body.
 
 A buffer belongs to one `Body`, referenced by its request and then by the blocks staged from it, or to the copy of the
-shard that a trainer pulls. It returns to the pool when the last reference is released.
+shard that a trainer pulls. It returns to the pool when the last reference is released. Staged blocks are views of
+bodies, never copies, and are decoded range by range.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
+import torch
 from starlette.types import Receive, Scope
+from torch import Tensor
 
 from ps_http2.asgi import receive_into
-from ps_protocol.errors import BadInput
+from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part
+from ps_protocol.errors import BadInput, TryAgain
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
+from ps_protocol.vocabulary import Rank
 
 PAGE_BYTES = 4 * 1024  # sizes of buffers are multiples of it,
 GRAIN_BYTES = 64 * 1024  # or of this: bodies with the same blocks have headers of different lengths
 LARGE_BYTES = 1024 * 1024
+_PIECE_BYTES = 1 << 18  # compared at once
 
 
 class BufferPool:
@@ -125,3 +135,116 @@ async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: F
         raise BadInput("the body ended early", code="malformed_frame", expected=f"{num_bytes} bytes", actual=filled)
     body.frame = parse_frame(body.buffer, limits)
     return body
+
+
+# ---------------------------------------------------------------------- staged blocks
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous 1-D tensor, not copied; they are valid, and change, with the tensor."""
+    return tensor.view(torch.uint8).numpy().data
+
+
+def view_tensors(body: Body, entries: Iterable[TensorEntry]) -> list[Tensor]:
+    """Return a view of each of these 1-D tensors, each of which follows the other.
+
+    A run of one dtype is viewed at once and then split, which takes less time than a view for each tensor.
+    """
+    views: list[Tensor] = []
+    for dtype, run in groupby(entries, key=attrgetter("dtype")):
+        first, *others = run
+        sizes = [first.shape[0], *(entry.shape[0] for entry in others)]
+        offset = body.frame.data_begin + first.begin
+        flat = torch.frombuffer(body.buffer, dtype=TORCH_DTYPES[dtype], count=sum(sizes), offset=offset)
+        views += flat.split_with_sizes(sizes)
+    return views
+
+
+class StagedBlock:
+    """One block of a received body. While it is referenced, the body's buffer is not reused.
+
+    `views` are its tensors on the wire, and `part` its elements, which are decoded when a range of them is read. They
+    are valid while this block is referenced.
+    """
+
+    __slots__ = ("_body", "part", "views")
+
+    def __init__(self, body: Body, views: Sequence[Tensor], num_elements: int) -> None:
+        """`views` are one tensor of the body, or two for a quantised or sparse block."""
+        self._body = body  # whose buffer the views are of
+        self.views = views
+        self.part: Part = views[0] if len(views) == 1 else decode_part(views, num_elements)
+
+    def tensor(self) -> Tensor:
+        """Return the elements, of shape (num_elements,): a view that must not be written, or decoded float32."""
+        return self.part[:]
+
+    def bytes(self) -> list[memoryview]:
+        """Return the pushed bytes of each tensor, not copied."""
+        return [view_bytes(view) for view in self.views]
+
+    def __eq__(self, other: object) -> bool:
+        # Compares bytes: a NaN is equal to itself then, and 0 is not -0.
+        return (
+            isinstance(other, StagedBlock)
+            and len(self.views) == len(other.views)
+            and all(map(_are_equal, self.bytes(), other.bytes()))
+        )
+
+
+def _are_equal(one: memoryview, other: memoryview) -> bool:
+    # Memoryviews are compared element by element, which takes thirteen times as long.
+    return len(one) == len(other) and all(
+        bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES])
+        for at in range(0, len(one), _PIECE_BYTES)
+    )
+
+
+def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
+    """Raise BadInput for sparse blocks with wrong indices."""
+    for block in blocks.values():
+        if isinstance(block.part, SparsePart):
+            block.part.check()
+
+
+# ---------------------------------------------------------------------- the limit of bodies in reception
+
+
+class InFlight:
+    """Announced bytes of bodies, from their headers until their requests have ended.
+
+    Every trainer has an equal share, and may always send one body of any size, so that no trainer can block another.
+    Staged contributions do not count. The protocol bounds them (one for each trainer, round and block), and they end
+    with the round only: if they counted, the push that completes a round could be refused for ever.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._by_rank: Counter[Rank] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<InFlight [{self.num_bytes} of {self._max_bytes} bytes]>"
+
+    @property
+    def num_bytes(self) -> int:
+        """The announced bytes of all trainers."""
+        return self._by_rank.total()
+
+    @contextmanager
+    def reserve(self, rank: Rank, num_bytes: int, num_trainers: int) -> Iterator[None]:
+        """Count a body while the block runs. Raises TryAgain without waiting if the trainer's share is used up."""
+        share = self._max_bytes // max(1, num_trainers)
+        total = self._by_rank[rank] + num_bytes
+        if self._by_rank[rank] and total > share:
+            raise TryAgain(
+                f"trainer {rank} exceeds its share of request bodies in flight; retry when its earlier requests "
+                "have ended",
+                code="overloaded", expected=f"<= {share} bytes", actual=total,
+            )  # fmt: skip
+        self._by_rank[rank] += num_bytes
+        try:
+            yield
+        finally:
+            self._by_rank[rank] -= num_bytes
+            if not self._by_rank[rank]:
+                del self._by_rank[rank]

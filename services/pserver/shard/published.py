@@ -20,8 +20,8 @@ from torch import Tensor
 from ps_protocol.encodings import TORCH_DTYPES, add_delta, pieces, quantise
 from ps_protocol.wire_types import WireTensor, quantised
 
+from .bodies import view_bytes
 from .layout import BlockPlace, ShardLayout
-from .tensors import view_bytes
 
 BorrowedTensor = tuple[WireTensor, memoryview]
 

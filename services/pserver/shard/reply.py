@@ -19,9 +19,8 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 from services.runtime.gate import current_request, end_request
 
-from .bodies import BufferPool, PooledBuffer
+from .bodies import BufferPool, PooledBuffer, view_bytes
 from .layout import BlockPlace
-from .tensors import view_bytes
 
 LARGE_BYTES = 1 << 16  # larger tensors are sent without a copy; smaller ones are joined
 GRACE_SECONDS = 0.1  # for readers that are about to end: a trainer that needs these values has sent no barrier yet

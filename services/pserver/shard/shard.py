@@ -26,12 +26,12 @@ from ps_protocol.vocabulary import DTYPE_BYTES, BufferSpec, PserverIndex, Rank
 from ps_protocol.wire_types import WireTensor
 
 from .aggregation import Aggregator
+from .bodies import view_bytes
 from .layout import ShardLayout
-from .optimizer_blocks import LoadedState, OptimizerBlocks
+from .optimizer import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
 from .reply import PulledViews, copy_blocks
 from .shard_state import ShardState
-from .tensors import view_bytes
 
 MASTER_BYTES = 4  # size of an element
 SMALL_ELEMENTS = 1 << 16

@@ -12,8 +12,7 @@ from gradpost.checkpoint import export_model
 from gradpost.output import CommandError
 from ps_protocol.consistency import Consistency
 from services.pserver.durable.disk import Disk
-from services.pserver.shard.history import History
-from services.pserver.shard.shard_state import concatenate
+from services.pserver.shard.shard_state import History, concatenate
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import open_checkpoint_storage
 

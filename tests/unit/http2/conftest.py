@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ps_http2.asgi import receive_into
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 from ps_http2.server import ServerConnection
-from services.runtime import http1
+from services.runtime import server as http_server
 from services.runtime.app import add_raw_route
 
 from ..runtime.conftest import clean_environment, configured_logs
@@ -100,7 +100,7 @@ async def service(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
             super().__init__(*args, **kwargs)
             served.connections.append(self)
 
-    monkeypatch.setattr(http1, "ServerConnection", Remembered)
+    monkeypatch.setattr(http_server, "ServerConnection", Remembered)
     async with running(served.app, local=served.local, **settings) as server:
         served.address, served.stop = server.address, server.stop
         before = asyncio.all_tasks()

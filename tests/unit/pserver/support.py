@@ -39,10 +39,10 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
 from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
-from services.pserver.heartbeat import digest_run
-from services.pserver.limits import InFlight
+from services.pserver.inspection import digest_run
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
+from services.pserver.shard.bodies import InFlight
 from services.runtime.compute import ComputeExecutor
 from services.runtime.gate import current_request, reasons
 

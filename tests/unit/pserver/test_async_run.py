@@ -29,9 +29,9 @@ from ps_protocol.errors import (
 from ps_protocol.membership import Controls
 from ps_protocol.optimizers import StepState
 from ps_protocol.requests import APPLIED_KEY, HISTORY_KEY
-from services.pserver.heartbeat import make_heartbeat
+from services.pserver.inspection import make_heartbeat
 from services.pserver.run import queue_run
-from services.pserver.shard.history import History
+from services.pserver.shard.shard_state import History
 
 from ...raising import raises_code
 from ...soaking import examples

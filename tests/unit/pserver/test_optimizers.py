@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ps_protocol.optimizers import BUFFER_RULES, RULES
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec
-from services.pserver.shard.optimizer_rules import PIECE, UPDATE_RULES
+from services.pserver.shard.optimizer import PIECE, UPDATE_RULES
 
 from ...soaking import examples, parametrize_sampled
 from .oracle import (

@@ -20,7 +20,7 @@ from ps_protocol.routes import BLOCK_STATISTICS, SHARD, UPDATES
 from services.pserver.app import make_pserver_app
 from services.pserver.durable.records import parse_records
 from services.pserver.durable.update_log import LoggedUpdate
-from services.pserver.heartbeat import make_heartbeat
+from services.pserver.inspection import make_heartbeat
 from services.pserver.run import standbys, sync_run
 from services.pserver.shard import shard as shard_module
 from services.runtime.metrics import ServiceMetrics

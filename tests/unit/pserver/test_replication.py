@@ -26,9 +26,8 @@ from services.pserver.durable import update_log
 from services.pserver.durable.records import parse_records
 from services.pserver.durable.storage import replay_update
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
-from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard
-from services.pserver.shard.shard_state import ShardState
+from services.pserver.shard.shard_state import History, ShardState
 from services.runtime.metrics import ServiceMetrics
 
 from .oracle import make_options

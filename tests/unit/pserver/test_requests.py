@@ -18,14 +18,20 @@ from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
-from services.pserver.limits import InFlight, WaitingPulls
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.staging import Push, StagedContribution
 from services.pserver.shard import reply as reply_module
-from services.pserver.shard.bodies import Body, BufferPool
+from services.pserver.shard.bodies import (
+    Body,
+    BufferPool,
+    InFlight,
+    StagedBlock,
+    check_blocks,
+    view_tensors,
+)
 from services.pserver.shard.layout import ShardLayout
 from services.pserver.shard.reply import Reply
-from services.pserver.shard.tensors import StagedBlock, check_blocks, view_tensors
+from services.pserver.waits import WaitingPulls
 
 from ...raising import raises_code
 

@@ -27,7 +27,7 @@ from ps_protocol.requests import (
 )
 from ps_protocol.vocabulary import BufferSpec
 from services.pserver.durable.update_log import UpdateLog
-from services.pserver.heartbeat import make_heartbeat
+from services.pserver.inspection import make_heartbeat
 from services.pserver.run import sync_run
 from services.pserver.shard import reply as reply_module
 

@@ -15,7 +15,7 @@ from ps_protocol.messages import PserverHeartbeatReply
 from services.pserver.durable import storage as run_storage
 from services.pserver.durable.snapshot_writer import Publisher
 from services.pserver.durable.update_log import list_segments
-from services.pserver.heartbeat import make_heartbeat
+from services.pserver.inspection import make_heartbeat
 from services.runtime.checkpoints import list_rounds, read_shard_file
 from services.runtime.storage import LocalStorage
 

@@ -17,8 +17,8 @@ from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import Durability, ParameterSpec
 from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
-from services.pserver.shard.history import History
 from services.pserver.shard.shard import Shard
+from services.pserver.shard.shard_state import History
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 

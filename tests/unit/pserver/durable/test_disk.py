@@ -20,7 +20,7 @@ from services.pserver.durable.disk import (
     open_standby_folder,
 )
 from services.pserver.durable.storage import Restored
-from services.pserver.shard.history import History
+from services.pserver.shard.shard_state import History
 from services.runtime.checkpoints import MANIFEST, round_folder
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 

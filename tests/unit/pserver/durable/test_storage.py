@@ -22,7 +22,7 @@ from services.pserver.durable import update_log
 from services.pserver.durable.records import Record, parse_records
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import LoggedUpdate, UpdateLog
-from services.pserver.shard.history import History
+from services.pserver.shard.shard_state import History
 from services.runtime import storage as storage_module
 
 from ....soaking import examples
