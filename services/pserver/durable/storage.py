@@ -75,53 +75,6 @@ def replay_update(shard: Shard, history: History, update: LoggedUpdate, data: me
     history.add_round(update.round, update.ranks, update.nonfinite, update.norm, keep=keep)
 
 
-class Snapshots:
-    """The snapshots in one folder. Every method blocks on the disk and may raise OSError."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        paths = sorted(folder.iterdir()) if folder.is_dir() else []
-        self._paths = {int(found[1]): path for path in paths if (found := _NAME.fullmatch(path.name))}
-
-    @property
-    def rounds(self) -> list[Round]:
-        """The rounds of the snapshots, newest first."""
-        return sorted(self._paths, reverse=True)
-
-    def write(self, round_: Round, chunks: Sequence[Buffer]) -> Path:
-        """Write the shard after a round; it is on the disk when this returns."""
-        path = self._folder / f"{round_:012}-{digest_chunks(chunks).hexdigest()}.safetensors"
-        write_file(path, chunks)
-        self._paths[round_] = path
-        return path
-
-    def read(self, round_: Round) -> memoryview:
-        """Return the bytes of a snapshot. Raises DamagedFile."""
-        path = self._paths[round_]
-        data = read_file(path)
-        if xxhash.xxh3_128_hexdigest(data) != read_digest(path):
-            raise DamagedFile.wrong_digest(path)
-        return data
-
-    def discard(self, round_: Round) -> None:
-        """Stop using a damaged snapshot."""
-        del self._paths[round_]
-
-    def delete_others(self, rounds: Collection[Round]) -> None:
-        """Delete all other snapshots."""
-        for round_ in self.rounds:
-            if round_ not in rounds:
-                self._paths[round_].unlink(missing_ok=True)
-                self.discard(round_)
-
-    def resume(self, round_: Round) -> None:
-        """Delete the snapshots after this round, and files that an earlier incarnation had begun to write."""
-        self.delete_others([kept for kept in self.rounds if kept <= round_])
-        for path in [*self._folder.glob("*.safetensors"), *self._folder.glob(".*.safetensors.*")]:
-            if path not in self._paths.values():
-                path.unlink(missing_ok=True)
-
-
 def read_digest(path: Path) -> str:
     """Return the digest in the name of a snapshot.
 
@@ -136,7 +89,8 @@ class RunStorage:
 
     def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path) -> None:
         self.plan = install.plan
-        self.snapshots = Snapshots(log_path)
+        paths = sorted(log_path.iterdir()) if log_path.is_dir() else []
+        self._paths = {int(found[1]): path for path in paths if (found := _NAME.fullmatch(path.name))}
         self.complete: tuple[Round, ...] = ()  # the complete checkpoints of the model, as far as is known
         self._install = install
         self._index = index
@@ -145,13 +99,7 @@ class RunStorage:
     @property
     def rounds(self) -> list[Round]:
         """The rounds of the snapshots, newest first."""
-        return self.snapshots.rounds
-
-    @property
-    def newest_update(self) -> tuple[Round, str] | None:
-        """The round and chain of the newest logged update, for any thread; None without a log."""
-        tail = self.log.tail
-        return None if tail is None else (tail.round, tail.chain)
+        return sorted(self._paths, reverse=True)
 
     @property
     def has_log(self) -> bool:
@@ -191,9 +139,9 @@ class RunStorage:
 
     def describe_shard(self, history: History) -> dict[str, str]:
         """Return the metadata of a shard in a file; the shard has the newest logged update."""
-        newest = self.newest_update
+        newest = self.log.tail
         return {
-            **({} if newest is None else {CHAIN_KEY: newest[1]}),
+            **({} if newest is None else {CHAIN_KEY: newest.chain}),
             "run": self._install.run,
             "attempt": str(self._install.attempt),
             "pserver": str(self._index),
@@ -206,7 +154,7 @@ class RunStorage:
     ) -> tuple[ShardFile, Path]:
         self._prune()
         chunks, install = state.encode(self.plan, metadata), self._install
-        path = self.snapshots.write(state.version, chunks)
+        path = self.write_file(state.version, chunks)
         file = ShardFile(
             pserver=self._index,
             name=shard_name(self._index, self.plan.num_pservers, install.attempt, install.incarnation),
@@ -220,6 +168,20 @@ class RunStorage:
         )
         return file, path
 
+    def write_file(self, round_: Round, chunks: Sequence[Buffer]) -> Path:
+        """Write the snapshot after a round; it is on the disk when this returns."""
+        path = self.log.folder / f"{round_:012}-{digest_chunks(chunks).hexdigest()}.safetensors"
+        write_file(path, chunks)
+        self._paths[round_] = path
+        return path
+
+    def _delete_others(self, rounds: Collection[Round]) -> None:
+        """Delete all other snapshots."""
+        for round_ in self.rounds:
+            if round_ not in rounds:
+                self._paths[round_].unlink(missing_ok=True)
+                del self._paths[round_]
+
     def name_shared(self, file: ShardFile) -> str:
         """Return the name of a snapshot in the shared storage."""
         return f"{round_folder(self._install.run, file.round)}/{file.name}"
@@ -232,14 +194,14 @@ class RunStorage:
         """
         newest = self.rounds[: self._install.keep_checkpoints]
         try:
-            self.snapshots.delete_others({*newest, *self.complete})
+            self._delete_others({*newest, *self.complete})
             self.log.prune(newest[-1] if newest else 0)
         except OSError as error:
             log.warning("old snapshots and updates could not be deleted", error=str(error))
 
     def finish(self) -> None:
         """Delete all but the newest snapshot, once it is a checkpoint of the finished run. Raises OSError."""
-        self.snapshots.delete_others(self.rounds[:1])
+        self._delete_others(self.rounds[:1])
         self.log.prune(self.rounds[0])
         self.log.shrink()
 
@@ -266,10 +228,18 @@ class RunStorage:
                 return restored
         return None
 
+    def read_file(self, round_: Round) -> memoryview:
+        """Return the bytes of a snapshot. Raises DamagedFile."""
+        path = self._paths[round_]
+        data = read_file(path)
+        if xxhash.xxh3_128_hexdigest(data) != read_digest(path):
+            raise DamagedFile.wrong_digest(path)
+        return data
+
     def _read(self, round_: Round) -> memoryview | None:
         """Return the bytes of a snapshot. Return None and discard it if it is damaged."""
         try:
-            data = self.snapshots.read(round_)
+            data = self.read_file(round_)
             _, metadata = ShardState.decode(data)
             # A promoted standby may have been writing a snapshot when the run went back.
             if is_undone(round_, int(metadata["attempt"]), self._install.began):
@@ -278,7 +248,7 @@ class RunStorage:
             raise
         except (DamagedFile, FileNotFoundError, GradpostError, KeyError, ValueError) as error:
             log.warning("a snapshot is damaged", round=round_, error=str(error))
-            self.snapshots.discard(round_)
+            del self._paths[round_]
             return None
         return data
 
@@ -316,15 +286,18 @@ class RunStorage:
         """Continue with this shard, and delete later snapshots, of an attempt that was rolled back."""
         self._install, round_ = install, restored.round
         self.log.durability = install.durability
-        if self.newest_update == (round_, restored.chain):
+        if (tail := self.log.tail) is not None and (tail.round, tail.chain) == (round_, restored.chain):
             return  # the log of a replica that was promoted is open
-        self.snapshots.resume(round_)
+        self._delete_others([kept for kept in self.rounds if kept <= round_])
+        for path in [*self.log.folder.glob("*.safetensors"), *self.log.folder.glob(".*.safetensors.*")]:
+            if path not in self._paths.values():  # an earlier incarnation had begun to write it
+                path.unlink(missing_ok=True)
         if self.has_log:
             self.log.resume(round_, restored.chain or restored.shard.digest())
 
     def begin_with_copy(self, restored: Restored, data: memoryview) -> None:
         """Begin with the shard of another process: `data` is the file of its snapshot."""
-        self.snapshots.write(restored.round, [data])
+        self.write_file(restored.round, [data])
         self.log.begin_segment(restored.round, restored.chain or restored.shard.digest())
 
     def close(self) -> None:

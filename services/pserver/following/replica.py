@@ -57,9 +57,8 @@ class Replica(SyncRun):
     @property
     def chain(self) -> str:
         """The chain of the newest logged update, which is applied, too, between two updates."""
-        newest = self.storage.newest_update
-        assert newest is not None
-        return newest[1]
+        assert self.storage.log.tail is not None
+        return self.storage.log.tail.chain
 
     @property
     def restored(self) -> Restored:

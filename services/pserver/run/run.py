@@ -101,7 +101,7 @@ class Run(ABC):
         self.standbys: StandbyConfirmations | None = None
         if installed.durability == "replicated" and not self.follows:
             first, report = restored.round if restored else 0, lambda: writer.heartbeat_is_due.set()
-            self.standbys = StandbyConfirmations(installed, index, first, storage, report)
+            self.standbys = StandbyConfirmations(installed, index, first, storage.log, report)
         self.failure: GradpostError | None = None  # the reason that has ended the run
         self.is_readable = False  # True once all initial values have arrived
         self.stalls_at = math.inf  # a time of the loop's clock, while an update is logged and stepped

@@ -21,7 +21,7 @@ from ps_protocol.standbys import SeenStandbys
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.logs import get_logger
 
-from ..durable.storage import RunStorage
+from ..durable.update_log import UpdateLog
 
 LATE_SECONDS = 2.0  # for which an update may wait for a standby that counts as connected
 STUCK_SECONDS = 5.0  # after which it waits for lost standbys that are not removed: see `replica_loss`
@@ -56,12 +56,12 @@ class StandbyConfirmations:
         installed: InstallRun,
         index: PserverIndex,
         first: Round,
-        storage: RunStorage,
+        updates: UpdateLog,
         report: Callable[[], None],
     ) -> None:
         """`first` is the round that the run begins with. `report` is called when `describe` changes."""
         self._index = index
-        self._storage = storage
+        self._updates = updates
         self._patience_seconds = installed.patience_seconds
         # A rollback may go back this many rounds, which a standby must have received behind its copy of the shard.
         self._num_restorable = 1 + installed.consistency.max_delay
@@ -157,8 +157,8 @@ class StandbyConfirmations:
     @property
     def newest_logged(self) -> Round:
         """The round of the newest update in the log."""
-        newest = self._storage.newest_update
-        return self.first if newest is None else newest[0]
+        newest = self._updates.tail
+        return self.first if newest is None else newest.round
 
     def find_missing(self, round_: Round) -> list[Instance]:
         """Return the required standbys that have not confirmed a round."""

@@ -163,7 +163,7 @@ async def test_no_read_shows_an_update_before_it_is_held(tmp_path: Path, what: s
         await contribute(b, 1)
         update = begin(b.get(1, 1))
         await standby.receive(1)
-        await until(lambda: b.run.storage.newest_update[0] == 1)
+        await until(lambda: b.run.storage.log.tail.round == 1)
         reading = early or begin(READS[what](b))
         assert await is_waiting(reading)
         await standby.confirm(1)
@@ -234,7 +234,7 @@ async def test_every_wait_ends_with_the_run(tmp_path: Path, how: str) -> None:
     async with replicated(tmp_path) as (b, _):
         await contribute(b, 1)
         waits = [begin(b.get(rank, 1)) for rank in (0, 1)]
-        await until(lambda: b.run.storage.newest_update[0] == 1)
+        await until(lambda: b.run.storage.log.tail.round == 1)
         waits += [begin(b.freeze(2)), begin(b.run.read_after_round(9, dict, 60)), begin(b.run.read_now(dict))]
         assert await is_waiting(waits[-1])
         await asyncio.wait_for(end(b), 5)

@@ -47,8 +47,8 @@ class Confirmations(RuleBasedStateMachine):
         self.num_reports = self.num_seen = 0
         required = RequiredStandbys(number=1, instances=tuple(sorted(names)))
         installed = self.b.run.installed.model_copy(update={"required": required})
-        storage: Any = SimpleNamespace(newest_update=(20, ""))
-        self.b.run.standbys = self.standbys = StandbyConfirmations(installed, 0, first, storage, self.count_report)
+        log: Any = SimpleNamespace(tail=SimpleNamespace(round=20))
+        self.b.run.standbys = self.standbys = StandbyConfirmations(installed, 0, first, log, self.count_report)
         self.first, self.required = first, required
         self.held: dict[str, int] = {}
         self.requests: dict[str, int] = {}

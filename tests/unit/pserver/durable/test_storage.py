@@ -337,8 +337,8 @@ def chains_after(folder: Path, rounds: int) -> list[str]:
 
 
 def get_chain(storage: RunStorage) -> str:
-    assert storage.newest_update is not None
-    return storage.newest_update[1]
+    assert storage.log.tail is not None
+    return storage.log.tail.chain
 
 
 def test_snapshots_carry_the_chain_after_the_log_is_pruned(tmp_path: Path) -> None:
@@ -383,6 +383,6 @@ def test_updates_behind_a_loss_are_restored_although_those_before_it_are_damaged
     restored = storage.restore()
     assert restored is not None
     storage.resume(restored, storage._install)
-    assert storage.newest_update == (8, chains[8])
+    assert (storage.log.tail.round, storage.log.tail.chain) == (8, chains[8])
     step(restored.shard, 9, storage)
     assert assert_restores(tmp_path, 9).chain == chains[9]

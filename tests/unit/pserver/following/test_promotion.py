@@ -54,7 +54,7 @@ async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
             replies.append(await one.get(0, one.run.round))
         assert other.run.shard.digest() == b.run.shard.digest()
         assert other.run.schedule.copy_history() == b.run.schedule.copy_history()
-        assert other.run.storage.newest_update == b.run.storage.newest_update
+        assert other.run.storage.log.tail[::3] == b.run.storage.log.tail[::3]  # round and chain
         assert replies[0].rpartition(b"}")[2] == replies[1].rpartition(b"}")[2]
         digest, history = b.run.shard.digest(), b.run.schedule.copy_history()
         await promotion.__aexit__(None, None, None)
