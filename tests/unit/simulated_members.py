@@ -42,7 +42,7 @@ class Pserver:
             self.history[following.round] = lives
             if norm is not None:
                 self.norms[following.round] = norm
-            order, norm = self.rounds.finish_apply(norm), None
+            order, norm = self.rounds.finish_apply(self.rounds.history_after(following, norm)), None
 
     def norm_of(self, round_: int, index: int) -> ShardNorm | None:
         """Return the norm of a complete round, whose sum identifies the incarnations in it and the pserver.

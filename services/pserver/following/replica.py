@@ -109,7 +109,7 @@ class Replica(SyncRun):
         except BaseException:
             self.schedule.applying = None
             raise
-        self.schedule.replay(self.stepped_history)
+        self.schedule.finish_apply(self.stepped_history)
         self._captures.expire_rounds(self.round)
 
     def _replay(self, update: LoggedUpdate, record: Record) -> None:

@@ -316,24 +316,18 @@ class Rounds(Generic[Payload]):
         self.applying, self.measuring = self.measuring, None
         return self.applying
 
-    def finish_apply(self, norm: ShardNorm | None = None) -> Order[Payload] | None:
-        """Make the applied round readable. Returns the order for the next round if that is complete.
+    def finish_apply(self, history: History) -> Order[Payload] | None:
+        """Make the applied round, after which this is the history, readable.
 
-        `norm` is this shard's norm of the round, for trainers that ask again.
+        Returns the order for the next round if that is complete.
         """
         assert self.applying is not None
-        self.applied = self.applying.round
-        self.history = self.history_after(self.applying, norm)
-        self.applying = None
+        self.applied, self.history, self.applying = self.applying.round, history, None
         self._rounds.pop(self.applied, None)
         return self._start_apply()
 
-    def replay(self, history: History) -> None:
-        """Count the round that is being applied, about which another process has decided, with this history."""
-        self.applied, self.history, self.applying = self.open, history, None
-
-    def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
-        """Return the history after this round."""
+    def history_after(self, apply: Apply[Payload], norm: ShardNorm | None = None) -> History:
+        """Return the history after this round. `norm` is this shard's norm of it, for trainers that ask again."""
         history = self.history.copy()
         history.add_round(apply.round, apply.ranks, apply.nonfinite, norm, keep=self.max_delay + 1)
         return history

@@ -298,8 +298,8 @@ class SyncRun(Run):
 
     async def _finish_round(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self.waits.condition:
-            measured, self._measured = self._find_measured(apply), None
-            following = self.schedule.finish_apply(measured.norm if measured else None)
+            self._measured = None
+            following = self.schedule.finish_apply(self.stepped_history)
             self._captures.expire_rounds(apply.round)
             self._reply, self.waits.since = reply, None
             if self.schedule.batch_barriers:

@@ -234,7 +234,7 @@ class RoundsAhead(RuleBasedStateMachine):
     @rule()
     def finish_apply(self) -> None:
         self.is_applying = False
-        self.start(self.rounds.finish_apply())
+        self.start(self.rounds.finish_apply(self.rounds.history_after(self.rounds.applying)))
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def get(self, rank: int) -> None:

@@ -218,7 +218,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.model.is_applying)
     @rule()
     def apply_ends(self) -> None:
-        self.rounds.finish_apply()
+        self.rounds.finish_apply(self.rounds.history_after(self.rounds.applying))
         self.model.finish_apply()
 
     @precondition(lambda self: len(self.model.members) > 1)
