@@ -35,8 +35,7 @@ from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
 from ..waits import wait_for_any
-from .leader import Leader, check_software
-from .replica import Lag, Replica, restore_copy
+from .replica import Lag, Leader, Replica, check_software, restore_copy
 
 log = get_logger()
 

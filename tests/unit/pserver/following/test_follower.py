@@ -18,7 +18,7 @@ from ps_protocol import routes
 from ps_protocol.errors import Conflict
 from ps_protocol.membership import Membership
 from services.pserver.app import make_pserver_app
-from services.pserver.following import leader as leading
+from services.pserver.following import replica as replica_module
 from services.pserver.following.replica import Lag
 from services.pserver.run import sync_run
 from services.runtime.metrics import ServiceMetrics
@@ -45,7 +45,7 @@ async def test_a_follower_has_the_bits_of_its_leader(
 async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leading, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(replica_module, "SILENCE_SECONDS", 0.2)
     async with following_bench(tmp_path, initial=False) as (b, standby):
         await asyncio.sleep(0.1)
         assert standby.follower.replica is None
@@ -53,9 +53,9 @@ async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
         await b.play_rounds(1, 2)
         await standby.catch_up()
         replica = standby.replica
-        monkeypatch.setattr(leading, "POLL_SECONDS", 10.0)  # the leader is silent
+        monkeypatch.setattr(replica_module, "POLL_SECONDS", 10.0)  # the leader is silent
         await until(lambda: standby.has_failed("ReadTimeout"))
-        monkeypatch.setattr(leading, "POLL_SECONDS", 0.05)
+        monkeypatch.setattr(replica_module, "POLL_SECONDS", 0.05)
         await b.play_rounds(3, 5)
         await standby.catch_up()
         await standby.stop()
