@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from services.pserver.run.rounds import Measure, Rounds
+from services.pserver.run.rounds import Rounds
 from services.pserver.run.staging import MembershipChanges
 from services.pserver.shard.shard_state import History
 
@@ -32,7 +32,7 @@ class Pserver:
 
     def wait_for_writes(self, order: object, norm: ShardNorm | None = None) -> None:
         """Applies are done at once, and what follows from them, up to a round that waits for its norm."""
-        while order is not None and not isinstance(order, Measure):
+        while order is not None and order is not self.rounds.measuring:
             following = self.rounds.applying
             lives = {}
             for rank, contribution in zip(following.ranks, following.contributions, strict=True):

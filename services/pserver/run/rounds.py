@@ -4,7 +4,7 @@
                                        ▲                                                     │
                                        └───────────── r + 1 is applied only after ───────────┘
 
-Where gradients are clipped, Measure(r) comes before Apply(r), which then waits for a request with the global norm.
+Where gradients are clipped, Apply(r) is measured first, and then waits for a request with the global norm.
 
 Barriers are sets of ranks, so a repeated one counts once. While members change, between freeze and install, barriers
 are held back: the new membership decides whether they count. Nothing here waits, knows a clock or touches a tensor: a
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound, TryAgain
 from ps_protocol.membership import FrozenRounds, Membership
@@ -32,6 +32,7 @@ from .staging import Admission, Payload, Push, Staged, StagedContribution, admit
 class Apply(Generic[Payload]):
     """An order to aggregate these contributions, given in rank order, and step the optimizer once.
 
+    If it is `Rounds.measuring`, the requests for its norm are answered first, and `accept_norm` comes before the step.
     A round without contributions is passed over: its version is that of the round before.
     """
 
@@ -50,16 +51,6 @@ class Apply(Generic[Payload]):
     def hyper_parameters(self) -> list[HyperParameters]:
         """The hyperparameters of the lowest rank, which is the same rank on every pserver."""
         return self.contributions[0].hyper_parameters if self.contributions else []
-
-
-@dataclass(frozen=True, slots=True)
-class Measure(Generic[Payload]):
-    """An order to aggregate the next round and to answer requests for its norm; `accept_norm` follows."""
-
-    apply: Apply[Payload]
-
-
-Order: TypeAlias = Apply[Payload] | Measure[Payload]
 
 
 @dataclass(slots=True)
@@ -213,7 +204,7 @@ class Rounds(Generic[Payload]):
 
     def count_batch_barrier(
         self, rank: Rank, incarnation: Incarnation, round_: Round, *, is_finite: bool = True
-    ) -> Order[Payload] | None:
+    ) -> Apply[Payload] | None:
         """Count a trainer's batch barrier and its verdict. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
@@ -237,7 +228,7 @@ class Rounds(Generic[Payload]):
         open_round.batch_barriers.add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
 
-    def count_fetch_barrier(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Order[Payload] | None:
+    def count_fetch_barrier(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:
         """Count a trainer's fetch barrier of an applied round. Returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "open":
             raise FutureRound(f"round {round_} must be applied before its fetch barrier", current=self.applied)
@@ -268,7 +259,7 @@ class Rounds(Generic[Payload]):
         found = ((round_, tuple(sorted(find(open_round)))) for round_, open_round in sorted(self._rounds.items()))
         return {round_: ranks for round_, ranks in found if ranks}
 
-    def install_members(self, membership: Membership) -> Order[Payload] | None:
+    def install_members(self, membership: Membership) -> Apply[Payload] | None:
         """Install a set of members and end the freeze. Returns the order that follows.
 
         Contributions of trainers that left stay in the rounds that were decided with them, and are dropped elsewhere.
@@ -316,7 +307,7 @@ class Rounds(Generic[Payload]):
         self.applying, self.measuring = self.measuring, None
         return self.applying
 
-    def finish_apply(self, history: History) -> Order[Payload] | None:
+    def finish_apply(self, history: History) -> Apply[Payload] | None:
         """Make the applied round, after which this is the history, readable.
 
         Returns the order for the next round if that is complete.
@@ -332,7 +323,7 @@ class Rounds(Generic[Payload]):
         history.add_round(apply.round, apply.ranks, apply.nonfinite, norm, keep=self.max_delay + 1)
         return history
 
-    def _start_apply(self) -> Order[Payload] | None:
+    def _start_apply(self) -> Apply[Payload] | None:
         if self.applying or self.measuring or self.is_frozen or self.is_paused or self.missing:
             return None
         open_round, ranks = self._rounds[self.open], tuple(sorted(self.required(self.open)))
@@ -347,6 +338,6 @@ class Rounds(Generic[Payload]):
         apply = Apply(self.open, ranks, contributions, tuple(sorted(open_round.nonfinite)))
         if self.clips and ranks:
             self.measuring = apply
-            return Measure(apply)
-        self.applying = apply
+        else:
+            self.applying = apply
         return apply

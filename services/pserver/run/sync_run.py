@@ -1,7 +1,7 @@
 """The synchronous mode: complete rounds are applied one after another, between batch and fetch barriers.
 
 plain:    Apply ────────────────────────────────────────────────────► aggregate, log, step, encode ──► the next order
-clipped:  Measure ──► aggregate ──► the trainers agree on the norm ──► clip, log, step, encode ──────► the next order
+clipped:  Apply ────► aggregate ──► the trainers agree on the norm ──► clip, log, step, encode ──────► the next order
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..shard.optimizer import find_loaded
 from ..shard.reply import Parts, Reply, VersionedBlocks
 from ..shard.shard_state import History
 from ..waits import Wait, name_trainers
-from .rounds import Apply, Measure, Order, Rounds
+from .rounds import Apply, Rounds
 from .run import Read, Run
 from .script_warnings import ScriptWarnings
 
@@ -144,12 +144,12 @@ class SyncRun(Run):
 
     # ------------------------------------------------------------------ apply
 
-    def _start(self, order: Order[StagedBlock] | None) -> None:
+    def _start(self, order: Apply[StagedBlock] | None) -> None:
         if order is None:
             return
         if (since := self.waits.since) is not None:
             self.metrics.barrier_wait.observe(asyncio.get_running_loop().time() - since)
-        self._begin(self._measure(order.apply) if isinstance(order, Measure) else self._apply(order))
+        self._begin(self._measure(order) if order is self.schedule.measuring else self._apply(order))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         # A task of the run, not of the request that completed the barrier: that client may disconnect.

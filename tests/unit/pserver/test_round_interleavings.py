@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from ps_protocol.errors import GradpostError
 from ps_protocol.membership import Membership
 from ps_protocol.requests import Completion
-from services.pserver.run.rounds import Apply, Measure, Rounds
+from services.pserver.run.rounds import Apply, Rounds
 from services.pserver.run.staging import Push as StagedPush
 
 from ...soaking import examples
@@ -270,15 +270,14 @@ class Interleavings(RuleBasedStateMachine):
         assert [apply.round for apply in self.applies] == list(range(1, len(self.applies) + 1))
         assert len(self.applies) == self.model.applied + self.model.is_applying
 
-    def _check_order(self, order: Apply[str] | Measure[str] | None) -> None:
+    def _check_order(self, order: Apply[str] | None) -> None:
         """Called after every event that was accepted, with the model already where the event led."""
         assert (order is not None) == self.model.must_go_on()
         if order is None:
             return
-        assert isinstance(order, Measure) == self.model.clips
-        if isinstance(order, Measure):
-            assert order.apply is self.rounds.measuring
-            self._check_apply(order.apply)
+        assert (order is self.rounds.measuring) == self.model.clips
+        if order is self.rounds.measuring:
+            self._check_apply(order)
             self.model.is_measuring = True
         else:
             self._begin_apply(order)
@@ -322,7 +321,7 @@ class Interleavings(RuleBasedStateMachine):
         if isinstance(event, Push):
             self._expect(self.model.push(event), lambda: self._push(event))
             return
-        order: list[Apply[str] | Measure[str] | None] = []
+        order: list[Apply[str] | None] = []
 
         def barrier() -> str:
             identity = event.rank, event.incarnation, event.round
