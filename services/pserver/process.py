@@ -60,7 +60,7 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
             def make_follower(index: PserverIndex) -> Follower:
                 return Follower(
                     index, pserver.instance, disk, http, partial(_open_updates, settings),
-                    compute=compute, pool=pserver.pool, metrics=pserver.metrics,
+                    pserver.heartbeat_is_due.set, compute=compute, pool=pserver.pool, metrics=pserver.metrics,
                 )  # fmt: skip
 
             registration = Registration(pserver, settings, http, make_follower)

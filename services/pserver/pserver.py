@@ -90,7 +90,7 @@ class Pserver:
         self.metrics = metrics
         self.promoted: PserverRegistered | None = None  # the newest registration as a pserver of this standby
         self.is_stopping = False  # the shard is being persisted before the process ends
-        self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
+        self.heartbeat_is_due = asyncio.Event()  # the next one, or report of a standby, has to be sent at once
         self._run: Run | None = None
         self._changes = MembershipChanges()  # of the served run, or of the run in the newest request
         self._installing = asyncio.Lock()
@@ -241,8 +241,6 @@ class Pserver:
     async def _replace_run(self, run: Run | None, reason: GradpostError) -> None:
         """Replace the run. Requests to the old one, also in the middle of a body, fail with the reason."""
         old, self._run = self._run, run
-        if run is not None:
-            run.writer.heartbeat_is_due = self.heartbeat_is_due
         bind_facts(run=run.installed.run if run else None)
         self.pool.free_idle()
         if old is not None:
@@ -293,7 +291,7 @@ class Pserver:
         reach_failpoint("open.after")
         run = (QueueRun if message.consistency.is_async else SyncRun)(
             message, self.index, compute=self._compute, pool=self.pool, metrics=self.metrics, storage=storage,
-            restored=restored, publisher=self.publisher,
+            restored=restored, publisher=self.publisher, report=self.heartbeat_is_due.set,
         )  # fmt: skip
         await self._replace_run(run, StaleRun(f"pserver {self.index} serves another run now", current=message.run))
         changes.end_change(message.number)

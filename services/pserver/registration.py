@@ -162,12 +162,13 @@ class Registration:
                 self._exit(reply.exit_code, stop)
             return registered.lease_seconds
 
-        await self._repeat(send, registered.lease_seconds, stop, pserver.heartbeat_is_due)
+        await self._repeat(send, registered.lease_seconds, stop)
 
     async def _repeat(
-        self, send: Callable[[], Awaitable[float | None]], lease_seconds: float, stop: asyncio.Event, due: asyncio.Event
+        self, send: Callable[[], Awaitable[float | None]], lease_seconds: float, stop: asyncio.Event
     ) -> None:
-        """Call `send` three times in a lease, and when `due` is set, until it returns None instead of the lease."""
+        """Call `send` three times in a lease, and when it is due, until it returns None instead of the lease."""
+        due = self._pserver.heartbeat_is_due
         while not stop.is_set():
             due.clear()
             try:
@@ -235,7 +236,7 @@ class Registration:
         """
         pserver, leads = self._pserver, False
         following = asyncio.create_task(follower.follow(), name="follow")
-        following.add_done_callback(lambda _: follower.report_is_due.set())
+        following.add_done_callback(lambda _: follower.report())
 
         async def send() -> float | None:
             nonlocal leads
@@ -257,7 +258,7 @@ class Registration:
             return None if leads else answer.lease_seconds
 
         try:
-            await self._repeat(send, 3 * RETRY_SECONDS, stop, follower.report_is_due)
+            await self._repeat(send, 3 * RETRY_SECONDS, stop)
         finally:
             following.cancel()
             await asyncio.wait({following})

@@ -69,14 +69,16 @@ class SnapshotWriter:
         interval: int,
         metrics: PserverMetrics,
         publisher: Publisher,
+        report: Callable[[], None],
     ) -> None:
+        """`report` is called when the next heartbeat has to be sent at once."""
         self.published: ShardFile | None = None  # the newest one
-        self.heartbeat_is_due = asyncio.Event()  # the next heartbeat has to be sent at once
         self.is_over = False  # the run is finished, and needs its last checkpoint only
         self._storage = storage
         self._interval = interval
         self._metrics = metrics
         self._publisher = publisher
+        self._report = report
         self._named: Round | None = None  # the newest round that the coordinator has named
         self._under_way: Round | None = None  # the named round whose snapshot is copied, written or published
         self._newest: Round = max(storage.rounds, default=0)  # that is written, or being written
@@ -126,7 +128,7 @@ class SnapshotWriter:
         """Count a snapshot as published, or failed."""
         if self._under_way == round_:
             self._under_way = None
-            self.heartbeat_is_due.set()
+            self._report()
 
     def find_pending(self, newest: Round) -> tuple[Round, ...]:
         """Return the named rounds that are not published yet; `newest` is the newest round here.

@@ -62,12 +62,16 @@ class Follower:
         disk: Disk,
         http: httpx.AsyncClient,
         open_updates: Callable[[], httpx.Client],
+        report: Callable[[], None],
         *,
         compute: ComputeExecutor,
         pool: BufferPool,
         metrics: PserverMetrics,
     ) -> None:
-        """`open_updates` makes a client for the updates of one leader. `http` is for all else."""
+        """`open_updates` makes a client for the updates of one leader. `http` is for all else.
+
+        `report` is called when the next report to the coordinator has to be sent at once.
+        """
         self.index = index
         self.instance = instance
         self.replica: Replica | None = None
@@ -75,7 +79,7 @@ class Follower:
         self.has_nothing_to_copy = False  # by the newest answer of the coordinator no living pserver serves a run
         self.is_joining = False  # by the same answer: not in sync yet
         self.lost: Incarnation = 0  # of the leader that did not answer, until one answers
-        self.report_is_due = asyncio.Event()
+        self.report = report
         self.is_released = False  # this process becomes the pserver, and never follows again
         self.lag = Lag()
         self._disk = disk
@@ -150,7 +154,7 @@ class Follower:
                 await self._handle_failure(error)
                 if isinstance(error, httpx.TransportError):
                     self.lost = named.incarnation
-                    self.report_is_due.set()
+                    self.report()
             num_failures = 1 if loop.time() - began > STEADY_SECONDS else num_failures + 1
             await wait_for_any(choose_backoff(num_failures), self._is_named)
 
@@ -231,7 +235,7 @@ class Follower:
         replica = self.check_release(answer)
         self._fenced, self.replica, self.is_released = answer.incarnation, None, True
         self.lag.reset(replica.round)  # since the metrics remain
-        self.report_is_due.set()
+        self.report()
         await replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
         return replica
 
@@ -270,11 +274,11 @@ class Follower:
             raise TryAgain(f"the standby cannot write its replica of pserver {self.index}: {error}") from error
         self.replica = replica = Replica(
             installed, self.index, restored=restored, storage=storage, publisher=Publisher(self._disk.find_place),
-            compute=self._compute, pool=self._pool, metrics=self._metrics,
+            report=self.report, compute=self._compute, pool=self._pool, metrics=self._metrics,
         )  # fmt: skip
         self._writer = replica.writer
         self.lag.reset(replica.round)
-        self.report_is_due.set()
+        self.report()
         self._metrics.replica_copies.inc()
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round)
 

@@ -84,9 +84,13 @@ class Run(ABC):
         metrics: PserverMetrics,
         storage: RunStorage,
         publisher: Publisher,
+        report: Callable[[], None],
         restored: Restored | None = None,
     ) -> None:
-        """Resume with `restored`, if there is one, else wait for initial values."""
+        """Resume with `restored`, if there is one, else wait for initial values.
+
+        `report` is called when the coordinator has to learn at once how the run is.
+        """
         self.installed = installed
         self.index = index
         self.plan = plan = installed.plan
@@ -97,10 +101,11 @@ class Run(ABC):
         self.membership = installed.membership
         self.shard = restored.shard if restored else Shard(plan, index)
         self.shard.aggregator.allows_nonfinite = installed.nonfinite == "allow"
-        self.writer = writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics, publisher)
+        self.writer = SnapshotWriter(storage, installed.checkpoint_rounds, metrics, publisher, report)
+        self._report = report
         self.standbys: StandbyConfirmations | None = None
         if installed.durability == "replicated" and not self.follows:
-            first, report = restored.round if restored else 0, lambda: writer.heartbeat_is_due.set()
+            first = restored.round if restored else 0
             self.standbys = StandbyConfirmations(installed, index, first, storage.log, report)
         self.failure: GradpostError | None = None  # the reason that has ended the run
         self.is_readable = False  # True once all initial values have arrived
@@ -406,7 +411,7 @@ class Run(ABC):
                 facts = {} if ranks is None else {"trainer": ranks}
                 news = "run stopped" if isinstance(reason, RunStopped) else "run failed"
                 log.error(news, reason=reason.detail, round=self.schedule.reported_round, code=reason.code, **facts)
-                self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
+                self._report()  # the waiting trainers get the failure now, and may exit soon
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
             self.storage.log.wake_readers()
             if self.standbys is not None:

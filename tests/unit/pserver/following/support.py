@@ -55,6 +55,7 @@ class Standby:
         self.pserver.address = "http://standby:1"
         self.follower = self.pserver.follower = Follower(
             0, self.pserver.instance, self.pserver.disk, http, open_updates,
+            self.pserver.heartbeat_is_due.set,
             compute=self.compute, pool=self.pserver.pool, metrics=self.pserver.metrics,
         )  # fmt: skip
         self.task: asyncio.Task[Any] | None = None
