@@ -96,7 +96,6 @@ class Pserver:
         self._installing = asyncio.Lock()
         self.promoting = asyncio.Lock()
         self._searching = asyncio.Lock()
-        self._has_opened_folder = False  # before that the contents of the folder are unknown
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)  # no late installation restarts one of them
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
@@ -151,7 +150,6 @@ class Pserver:
             self._changes = MembershipChanges()
             self.metrics.checkpoint_time.set(0)
             self.disk.close()
-            self._has_opened_folder = False
 
     def make_registration(
         self, index: PserverIndex | None, previous: Incarnation, held: HeldRun | None
@@ -179,7 +177,6 @@ class Pserver:
                     raise TryAgain(f"pserver {self.disk.index} cannot read its state in {folder}: {error}") from error
                 text = f"the pserver cannot use its state folder: {error}. Set a state_dir that it can write to"
                 raise StorageFailed(text) from error
-            self._has_opened_folder = True
             return self.disk.held
 
     async def adopt_identity(self, answer: PserverRegistered) -> None:
@@ -217,7 +214,6 @@ class Pserver:
             await self._write_identity(answer)
             replica = await follower.release(answer)
             self.disk.adopt_replica(replica.restored)
-            self._has_opened_folder = True
             await self.adopt_identity(answer)
             self.follower, self.promoted = None, answer
             log.info("promoted", pserver=answer.index, incarnation=answer.incarnation, round=replica.round)
@@ -311,7 +307,6 @@ class Pserver:
             raise StorageFailed(f"pserver {self.index} cannot restore its shard: {error}") from error
         except OSError as error:
             # The place may be busy, or the disk full: the coordinator retries, until a time-out.
-            self._has_opened_folder = self.disk.held is not None  # a run that was served has to be found again
             raise TryAgain(f"pserver {self.index} cannot open the state of the run: {error}") from error
 
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
@@ -374,14 +369,13 @@ class Pserver:
         """
         async with self._installing:
             self._check_leads()
-            if not self._has_opened_folder:
+            if not self.disk.is_open:
                 if self.disk.folder is None:
                     raise TryAgain("the pserver has not opened its state folder yet")
                 try:
                     await asyncio.to_thread(self.disk.open, self.index)
                 except OSError as error:
                     raise TryAgain(f"pserver {self.index} cannot read its state: {error}") from error
-                self._has_opened_folder = True
             return self._run
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:

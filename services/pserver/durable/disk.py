@@ -191,11 +191,10 @@ def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incar
         if found < incarnation and (found or copy):
             with suppress(FolderTaken):
                 return StateFolder(state_dir, index, copy)
-    copy = max(copies, default=0)
-    while True:
-        copy += 1
+    while True:  # unless another process takes the next number first
+        copies.append(max(copies, default=0) + 1)
         with suppress(FolderTaken):
-            return StateFolder(state_dir, index, copy)
+            return StateFolder(state_dir, index, copies[-1])
 
 
 class Disk:
@@ -203,6 +202,7 @@ class Disk:
 
     def __init__(self, state_dir: Path, checkpoints: str | None = None) -> None:
         self.folder: StateFolder | None = None
+        self.is_open = False  # else the contents of the folder are unknown
         self.held: HeldRun | None = None
         self._state_dir = state_dir
         self._place = None if checkpoints is None else open_checkpoint_storage(checkpoints)
@@ -242,17 +242,18 @@ class Disk:
         if self.folder is None:
             self.folder = open_folder(self._state_dir, index)
         self._close_held()  # frees its shard before the next one is allocated
-        install = None if self.folder is None else self.folder.identity.run
-        if self.folder is None or install is None:
-            return
-        storage = RunStorage(install, self.folder.index, self.folder.log_path)
-        self._restored = storage.restore()
-        if self._restored is None:
-            log.warning("no snapshot of the run can be restored", run=install.run)
-            return
-        self._storage = storage
-        has_rebooted = self.folder.identity.boot != read_boot()
-        self.held = storage.describe_held(self._restored, has_rebooted=has_rebooted)
+        if self.folder is not None and (install := self.folder.identity.run) is not None:
+            storage = RunStorage(install, self.folder.index, self.folder.log_path)
+            if (restored := storage.restore()) is None:
+                log.warning("no snapshot of the run can be restored", run=install.run)
+            else:
+                has_rebooted = self.folder.identity.boot != read_boot()
+                self._hold(storage, restored, has_rebooted=has_rebooted)
+        self.is_open = True
+
+    def _hold(self, storage: RunStorage, restored: Restored, *, has_rebooted: bool = False) -> None:
+        self._storage, self._restored = storage, restored
+        self.held = storage.describe_held(restored, has_rebooted=has_rebooted)
 
     def holds(self, run: str) -> bool:
         """Return whether this run was restored from the folder, and is not served yet."""
@@ -321,9 +322,7 @@ class Disk:
 
         `restored` is the shard in this copy, which must not change before this returns. The replica before is deleted.
         """
-        if self._storage is not None:
-            self._storage.close()
-            self._storage = None
+        self._close_held()
         if self.folder is None:
             self.folder = open_standby_folder(self._state_dir, index, install.incarnation)
         self.folder.clear()
@@ -342,48 +341,41 @@ class Disk:
         assert self._storage is not None
         if restored.shard.published is not None:
             restored.shard.published.discard_deltas()
-        self._restored = restored
-        self.held = self._storage.describe_held(restored)
+        self._hold(self._storage, restored)
+        self.is_open = True
 
     def _close_held(self) -> None:
         if self._storage is not None:
             self._storage.close()  # the log may be that of a replica, promoted or not, whose run was never opened
-        self._drop_held()
-
-    def _drop_held(self) -> None:
         self.held = self._storage = self._restored = None
+        self.is_open = False
 
     def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
         """Begin a run, or resume after round `install.restore`. Raises StorageFailed if that round is lost.
 
-        After an OSError the run is still held, so that opening it can be tried again.
+        After an error the folder has to be opened again, or this call repeated.
         """
         assert self.folder is not None
         storage, restored = self._storage, self._restored
         is_held = self.holds(install.run) and install.source is None
         if storage is None or restored is None or not is_held or restored.round != install.restore:
             del restored  # frees its shard before the next one is allocated
-            storage, restored = self._open_other(self.folder, install, is_held=is_held)
+            self._close_held()
+            storage, restored = self._open_other(self.folder, install)
+        self.held = self._storage = self._restored = None
         try:
             if restored is not None:
                 storage.resume(restored, install)
             self.folder.write_identity(self.folder.identity.incarnation, install)
         except BaseException:
-            if storage is not self._storage:
-                storage.close()  # it may be opened again many times
+            storage.close()
+            self.is_open = False
             raise
-        self._drop_held()
+        self.is_open = True
         return storage, restored
 
-    def _open_other(
-        self, folder: StateFolder, install: InstallRun, *, is_held: bool
-    ) -> tuple[RunStorage, Restored | None]:
+    def _open_other(self, folder: StateFolder, install: InstallRun) -> tuple[RunStorage, Restored | None]:
         """Return a new storage, and the shard with which the run begins or to which it goes back."""
-        self._restored = None
-        if self._storage is not None:
-            self._storage.close()
-        if not is_held:
-            self._drop_held()
         known, imported = folder.identity.run, None
         if install.source is not None:
             imported = self._restore_from(install, install.source)  # an error changes nothing
