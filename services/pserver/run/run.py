@@ -287,7 +287,7 @@ class Run(ABC):
             await self.publish()  # the request that stored the last value may have ended before it did this
             return PushAnswer(status="already_applied", duplicates=len(body.frame.tensors))
         self.waits.since = None
-        await self.compute.run(self.shard.set_initial_values, blocks, buffers)
+        await self.compute.run(self.shard.set_initial, blocks, buffers)
         await self.publish()
         return PushAnswer(status="staged", staged=len(body.frame.tensors), complete=self.shard.is_initialised)
 

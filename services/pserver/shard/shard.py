@@ -69,24 +69,19 @@ class Shard:
 
     # ------------------------------------------------------------------ initial values
 
-    def set_initial(self, name: str, source: Tensor) -> None:
-        """Copy a block's first values from a tensor of shape (num_elements,) in the parameter's dtype."""
-        self.block(name).copy_(source)
-        if self.published is not None:
-            self.published.publish_whole(name)
-        self._initialised.add(name)
+    def set_initial(self, blocks: Mapping[str, Tensor], buffers: Mapping[str, bytes | memoryview]) -> None:
+        """Copy the first values of blocks, each of shape (num_elements,) in the parameter's dtype, and of buffers.
 
-    def set_initial_buffer(self, name: str, data: bytes | bytearray | memoryview) -> None:
-        """Store a copy of a buffer's bytes."""
-        self._buffers[name] = bytes(data)
-
-    def set_initial_values(self, blocks: Mapping[str, Tensor], buffers: Mapping[str, memoryview]) -> None:
-        """Set blocks and buffers, unless all have their values: a late duplicate must not overwrite later steps."""
-        if not self.is_initialised:
-            for name, values in blocks.items():
-                self.set_initial(name, values)
-            for name, data in buffers.items():
-                self.set_initial_buffer(name, data)
+        Does nothing if all have their values: a late duplicate must not overwrite later steps.
+        """
+        if self.is_initialised:
+            return
+        for name, values in blocks.items():
+            self.block(name).copy_(values)
+            if self.published is not None:
+                self.published.publish_whole(name)
+        self._initialised.update(blocks)
+        self._buffers.update({name: bytes(data) for name, data in buffers.items()})
 
     @property
     def is_initialised(self) -> bool:

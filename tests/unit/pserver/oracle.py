@@ -84,7 +84,8 @@ class Shards:
         self.shards = [Shard(plan, index) for index in range(plan.num_pservers)]
         for block in plan.blocks:
             source = initial[block.parameter].flatten()[block.begin : block.end]
-            self.shards[block.pserver].set_initial(block.name, source.to(DTYPES[plan.parameter[block.parameter].dtype]))
+            values = source.to(DTYPES[plan.parameter[block.parameter].dtype])
+            self.shards[block.pserver].set_initial({block.name: values}, {})
         assert all(shard.is_initialised for shard in self.shards)
 
     def step(self, contributions: Sequence[Mapping[str, Tensor]], groups: Sequence[Options]) -> None:

@@ -218,7 +218,7 @@ for name in DEFAULTS:
     groups = [make_options(name)]
     spec = make_spec(name, groups)
     shard = Shard(make_plan([ParameterSpec("w", (100,))], 1, optimizer=spec), 0)
-    shard.set_initial("w.block0", torch.ones(100))
+    shard.set_initial({"w.block0": torch.ones(100)}, {})
     shard.apply(*shard.aggregator.aggregate([{"w.block0": torch.ones(100)}] * 2), make_numbers(spec, groups))
     assert shard.block("w.block0").sum() != 100, name
 print([name for name in sys.modules if name.startswith("torch._dynamo")])

@@ -42,7 +42,7 @@ def new_shard(seed: int = 0) -> Shard:
     shard, generator = Shard(PLAN, 0), torch.Generator().manual_seed(seed)
     for name, place in shard.layout.place.items():
         values = torch.randn(place.block.num_elements, generator=generator)
-        shard.set_initial(name, values.to(TORCH_DTYPES[place.dtype]))
+        shard.set_initial({name: values.to(TORCH_DTYPES[place.dtype])}, {})
     return shard
 
 
@@ -128,7 +128,9 @@ def test_trainers_have_the_published_bits(history: list, seed: int) -> None:
 def test_values_without_a_delta_are_published_unchanged(bad: float) -> None:
     shard, trainer = new_shard(), Trainer()
     name, others = "more.block0", [name for name in DIFFERING if name != "more.block0"]
-    shard.set_initial(name, torch.full((SIZES["more"],), -3e38))
+    assert shard.published is not None
+    shard.block(name).fill_(-3e38)
+    shard.published.publish_whole(name)
     trainer.pull(shard, dict.fromkeys(NAMES, 0))
     for round_, value in enumerate((-2.9e38, bad, bad, 1.0), 1):  # after a delta it comes, stays, and goes
         move(shard, others, round_)

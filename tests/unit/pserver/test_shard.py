@@ -43,7 +43,7 @@ def make_shard(*parameters: tuple[str, int, str], buffers=(), optimizer=SPEC, fi
         generator = torch.Generator().manual_seed(3)
         for name, place in shard.layout.place.items():
             values = torch.randn(place.block.num_elements, generator=generator)
-            shard.set_initial(name, values.to(DTYPES[place.dtype]))
+            shard.set_initial({name: values.to(DTYPES[place.dtype])}, {})
     return shard
 
 
@@ -151,7 +151,7 @@ def test_a_pulled_frame_is_the_same_in_one_copy_and_in_pieces(sizes, pull, chose
 
 def make_stepped() -> Shard:
     shard = make_shard(("a", 5, "F32"), ("b", 70, "F32"), buffers=BUFFERS)
-    shard.set_initial_buffer("running_mean", bytes(24))
+    shard.set_initial({}, {"running_mean": bytes(24)})
     step(shard, a=1.0, b=2.0)
     return shard
 
@@ -167,8 +167,8 @@ def test_any_difference_but_padding_changes_the_digest():
         lambda: shard.optimizer.state.slots["exp_avg_sq"][b.end - 1].add_(1),
         lambda: shard.optimizer.state.steps.update({"a.block0": StepState(2)}),
         lambda: shard.optimizer.state.counted.update({(0, "a.block0"): StepState(2)}),
-        lambda: shard.set_initial_buffer("running_mean", bytes(23) + b"\1"),
-        lambda: shard.set_initial_buffer("num_batches", bytes(8)),
+        lambda: shard.set_initial({}, {"running_mean": bytes(23) + b"\1"}),
+        lambda: shard.set_initial({}, {"num_batches": bytes(8)}),
     ]
     for change in changes:
         change()

@@ -72,10 +72,10 @@ def new_shard(plan: SlicePlan, index: int = 0) -> Shard:
     shard = Shard(plan, index)
     for name, place in shard.layout.place.items():
         dtype = torch.bfloat16 if place.dtype == "BF16" else torch.float32
-        shard.set_initial(name, torch.arange(place.block.begin, place.block.end).to(dtype) / 64)
+        shard.set_initial({name: torch.arange(place.block.begin, place.block.end).to(dtype) / 64}, {})
     for spec in plan.buffers:
         if spec.pserver == index:
-            shard.set_initial_buffer(spec.name, bytes(range(24)))
+            shard.set_initial({}, {spec.name: bytes(range(24))})
     return shard
 
 
