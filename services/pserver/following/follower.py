@@ -234,7 +234,7 @@ class Follower:
         """Return the replica, and never follow again. Raises the errors of `check_release`."""
         replica = self.check_release(answer)
         self._fenced, self.replica, self.is_released = answer.incarnation, None, True
-        self.lag.reset(replica.round)  # since the metrics remain
+        self.lag = Lag(replica.round)  # since the metrics remain
         self.report()
         await replica.end(TryAgain(f"the standby becomes pserver {self.index}; send the request again"))
         return replica
@@ -277,7 +277,7 @@ class Follower:
             report=self.report, compute=self._compute, pool=self._pool, metrics=self._metrics,
         )  # fmt: skip
         self._writer = replica.writer
-        self.lag.reset(replica.round)
+        self.lag = Lag(replica.round)  # the reports may be of another attempt
         self.report()
         self._metrics.replica_copies.inc()
         log.info("replica copied", pserver=self.index, run=installed.run, round=replica.round)
@@ -292,19 +292,18 @@ class Follower:
         replica = self.require_replica()
         replica.discard_held()
         updates: list[tuple[LoggedUpdate, Record]] = []
-        handling: asyncio.Task[None] | None = None
+        handling = asyncio.create_task(self._handle_updates([], replica))
         asking: asyncio.Task[tuple[list[Record], Round]] | None = None
         try:
             while True:
-                if handling is not None and replica.has_failed_to_log:
+                if replica.has_failed_to_log:
                     await handling
                 self._check_not_fenced(named.incarnation)
                 replica.confirmed = max(replica.confirmed, replica.held)
                 asking = asyncio.create_task(leader.read_updates(replica, self.instance, named.incarnation))
                 asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-                if updates or handling is None or handling.done():
-                    if handling is not None:
-                        await handling
+                if updates or handling.done():
+                    await handling
                     handling = asyncio.create_task(self._handle_updates(updates, replica))
                 records, newest = await asyncio.shield(asking)
                 self._check_leader(named)
@@ -312,17 +311,13 @@ class Follower:
                 self.lag.note_leader(newest, asyncio.get_running_loop().time())
                 updates = [(replica.hold_update(record), record) for record in records]
         except asyncio.CancelledError:
-            if handling is not None:
-                handling.cancel()
-                await asyncio.gather(handling, return_exceptions=True)  # a failure would replace the cancellation
-                handling = None
+            handling.cancel()
             raise
         finally:
-            if asking is not None:
-                await asyncio.wait({asking})  # its thread uses the client of updates, and soon has an answer or none
             try:
-                if handling is not None:
-                    await handling
+                if asking is not None:
+                    await asyncio.wait({asking})  # its thread uses the client of updates
+                await asyncio.gather(handling, return_exceptions=True)  # a failure has discarded the replica
             finally:
                 replica.discard_held()
                 self._is_applied.set()

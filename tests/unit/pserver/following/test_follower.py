@@ -120,7 +120,7 @@ async def test_a_missing_record_is_damage(tmp_path: Path) -> None:
     async with following_bench(tmp_path) as (b, standby):
         await b.play_rounds(1, 2)
         await standby.catch_up()
-        standby.replica.held = 1  # so that the next record seems to skip a round
+        standby.replica.held_chain = "0" * 32  # so that the next record seems to follow one that is missing
         await b.play_round(3)
         await until(lambda: standby.count("copies") == 2)
         await standby.catch_up()
