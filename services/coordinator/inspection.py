@@ -36,7 +36,7 @@ from ps_protocol.messages import ClusterStatus
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SHARD
 from ps_protocol.vocabulary import DTYPE_BYTES, PserverIndex, Round
-from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream
+from services.runtime.app import PART_BYTES, LargeReplies, LargeReply, Stream
 from services.runtime.statistics import ParameterStatistics, Statistics
 
 from .coordinator import Coordinator

@@ -37,8 +37,7 @@ from ps_protocol.requests import (
 )
 from ps_protocol.standbys import FenceStandby
 from ps_protocol.vocabulary import Round
-from services.runtime.app import add_raw_route, make_app
-from services.runtime.large_replies import LargeReplies
+from services.runtime.app import LargeReplies, add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 
 from .endpoints import TensorEndpoints

@@ -26,8 +26,8 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import PserverHeartbeat, PserverState
 from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from services.runtime.app import LargeReplies, LargeReply, Stream, stream_chunks
 from services.runtime.compute import ComputeExecutor
-from services.runtime.large_replies import LargeReplies, LargeReply, Stream, stream_chunks
 from services.runtime.statistics import Statistics
 
 from .following.follower import Follower

@@ -19,7 +19,7 @@ from ps_protocol.fields import Identifier, Instance, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.standbys import ServedRun
 from ps_protocol.vocabulary import Round
-from services.runtime.large_replies import LargeReplies, LargeReply, Stream, stream_chunks, watch_for_disconnect
+from services.runtime.app import LargeReplies, LargeReply, Stream, stream_chunks, watch_for_disconnect
 
 from .pserver import Pserver
 from .run.run import Run

@@ -29,11 +29,10 @@ from services.runtime.logs import get_logger
 from ..durable.storage import Restored
 from ..durable.update_log import LoggedUpdate
 from ..shard.bodies import StagedBlock
-from ..shard.captures import Captures
 from ..shard.optimizer import find_loaded
 from ..shard.reply import Parts, Reply, VersionedBlocks
 from ..shard.shard_state import History
-from ..waits import Wait, name_trainers
+from ..waits import Captures, Wait, name_trainers
 from .rounds import Apply, Rounds
 from .run import Read, Run
 from .script_warnings import ScriptWarnings

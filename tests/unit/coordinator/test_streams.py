@@ -22,8 +22,8 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.inspection import open_file
 from services.coordinator.process import make_coordinator_app
 from services.coordinator.settings import CoordinatorSettings
-from services.runtime import large_replies
-from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
+from services.runtime import app as app_module
+from services.runtime.app import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
 from .coordinating import eventually
@@ -107,7 +107,7 @@ def read(app: ASGIApp, tasks: asyncio.TaskGroup) -> tuple[ParameterReader, async
 
 
 async def test_slow_readers_are_limited_and_unread_parts_are_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_replies, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(app_module, "PATIENCE_SECONDS", 0.1)
     pservers = Pservers()
     async with serving(pservers) as coordinator, asyncio.TaskGroup() as tasks:
         app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))

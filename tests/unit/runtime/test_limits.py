@@ -13,9 +13,10 @@ from fastapi import FastAPI, Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, StaleRound
-from services.runtime import gate, large_replies
+from services.runtime import app as app_module
+from services.runtime import gate
+from services.runtime.app import PART_BYTES, LargeReplies, LargeReply, Stream, stream_chunks
 from services.runtime.gate import Entry, Gate
-from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, Stream, stream_chunks
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import Guard
 
@@ -170,7 +171,7 @@ class Replies:
 
 
 async def test_large_replies_wait_for_a_slot_and_release_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_replies, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(app_module, "PATIENCE_SECONDS", 0.1)
     replies = Replies(max_at_once=2)
     async with running(replies.app) as server, httpx.AsyncClient(base_url=server.address) as client:
         begun = [asyncio.create_task(client.get("/large")) for _ in range(2)]
