@@ -1,4 +1,4 @@
-"""The waits of requests for trainers, their limit, reads that wait for a round, and waits for several events."""
+"""The waits of requests for trainers, their limit, and waits for several events."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import contextlib
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future  # any thread may complete it
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, TryAgain
+from ps_protocol.errors import RoundPending, RoundTimeout, TryAgain
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.gate import current_request, end_request
 
 T = TypeVar("T")
 
-MAX_CAPTURES = 8  # each keeps a copy of a shard for its reader
-MAX_ROUNDS_AHEAD = 10_000
 MAX_WAITING_PULLS = 16  # for one trainer, which needs one pull for each step in flight
 
 
@@ -47,6 +44,7 @@ class Waits:
         self.since: float | None = None  # when requests began to wait for the initial values or the open round
         self.notice = ""  # the notice of the coordinator about lost trainers
         self._patience_seconds = patience_seconds
+        self._awaited: dict[asyncio.Future[None], Round] = {}  # the rounds after which the shard is to be read
 
     def begin(self) -> float:
         """Return the time since which requests wait: from now on, unless one waits already."""
@@ -58,6 +56,22 @@ class Waits:
         """Make every waiting request check its condition again."""
         async with self.condition:
             self.condition.notify_all()
+
+    async def wait_for_round(self, round_: Round, seconds: float) -> None:
+        """Wait until `note_round` names this round, or a later one. Raises TimeoutError."""
+        reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited[reached] = round_
+        try:
+            async with asyncio.timeout(seconds):
+                await reached
+        finally:
+            del self._awaited[reached]
+
+    def note_round(self, round_: float) -> None:
+        """End the waits for this round, or an earlier one."""
+        for reached, awaited in self._awaited.items():
+            if awaited <= round_ and not reached.done():
+                reached.set_result(None)
 
     async def wait_for(self, wait_seconds: float, find: Callable[[], T | Wait]) -> T:
         """Return what `find` returns as soon as it is not a wait; an error that it raises ends the wait.
@@ -140,59 +154,3 @@ class WaitingPulls:
                 pulls.remove(request)
             if not pulls:
                 self._by_rank.pop(rank, None)
-
-
-class Captures:
-    """Reads of the whole shard after given rounds, before its next write. Nothing goes to a disk.
-
-    A capture names a round that is not over on any pserver, so that all of them show the same.
-    A job of `ComputeExecutor` calls `capture_round`; other methods are called on the event loop.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: dict[Round, list[tuple[Callable[[], Any], Future[Any]]]] = {}
-
-    async def wait_for_round(self, round_: Round, read: Callable[[], T], seconds: float, newest: Round) -> T:
-        """Return what `read` returns after a round that is not over; `newest` is the newest applied round.
-
-        Raises TimeoutError after `seconds`, StaleRound if the round was over too soon, FutureRound, TryAgain, and the
-        errors of `read`.
-        """
-        if round_ > newest + MAX_ROUNDS_AHEAD:
-            raise FutureRound(f"round {round_} must be at most {newest + MAX_ROUNDS_AHEAD} now", current=newest)
-        if sum(map(len, self._wanted.values())) >= MAX_CAPTURES:
-            raise TryAgain(f"the limit of {MAX_CAPTURES} waiting reads is reached; retry later", code="overloaded")
-        waiter: Future[T] = Future()
-        capture = read, waiter
-        self._wanted.setdefault(round_, []).append(capture)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(waiter), seconds)
-        finally:
-            if capture in (remaining := self._wanted.get(round_, [])):
-                remaining.remove(capture)
-
-    def capture_round(self, version: Round) -> None:
-        """Call the readers that wait for this round. A reader's error goes to its caller, not to the round."""
-        for read, waiter in tuple(self._wanted.pop(version, ())):  # a reader that gives up removes itself
-            if not waiter.set_running_or_notify_cancel():
-                continue
-            try:
-                waiter.set_result(read())
-            except Exception as error:
-                waiter.set_exception(error)
-
-    def expire_rounds(self, applied: Round) -> None:
-        """Refuse captures that arrived too late for their rounds."""
-        for round_ in list(self._wanted):
-            if round_ <= applied:
-                self._refuse(round_, StaleRound(f"round {round_} is over", current=applied))
-
-    def end(self, reason: Exception) -> None:
-        """Refuse all captures, since there are no more rounds."""
-        for round_ in list(self._wanted):
-            self._refuse(round_, reason)
-
-    def _refuse(self, round_: Round, reason: Exception) -> None:
-        for _, waiter in self._wanted.pop(round_, ()):
-            if waiter.set_running_or_notify_cancel():
-                waiter.set_exception(reason)

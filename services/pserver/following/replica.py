@@ -1,8 +1,8 @@
 """The replica of a shard: a run that replays the updates of its leader instead of applying contributions.
 
-Each update is in its own log before it is applied, so that its folder restores the same bits. Reads, captures,
-snapshots and their ends are those of any run in the synchronous mode. Updates, and the copy that a replica begins with,
-are requested from the leader.
+Each update is in its own log before it is applied, so that its folder restores the same bits. Reads, snapshots and their
+ends are those of any run in the synchronous mode. Updates, and the copy that a replica begins with, are requested from
+the leader.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Replica(SyncRun):
             self.schedule.applying = None
             raise
         self.schedule.finish_apply(self.stepped_history)
-        self._captures.expire_rounds(self.round)
+        self.waits.note_round(self.round)
+        await asyncio.sleep(0)  # its readers submit their jobs before the next update does
 
     def _replay(self, update: LoggedUpdate, record: Record) -> None:
         assert self.storage.log.tail is not None
@@ -121,7 +122,6 @@ class Replica(SyncRun):
         self.storage.log.append_frame(update.round, [record.body], record.chain)
         history = self.schedule.copy_history()
         replay_update(self.shard, history, update, record.data, keep=self.schedule.max_delay + 1)
-        self._captures.capture_round(update.round)
         self.stepped_history = history
 
 

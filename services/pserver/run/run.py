@@ -414,6 +414,7 @@ class Run(ABC):
                 self._report()  # the waiting trainers get the failure now, and may exit soon
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
             self.storage.log.wake_readers()
+            self.waits.note_round(math.inf)
             if self.standbys is not None:
                 self.standbys.wake()
         await self.waits.notify()

@@ -32,7 +32,7 @@ from ..shard.bodies import StagedBlock
 from ..shard.optimizer import find_loaded
 from ..shard.reply import Parts, Reply, VersionedBlocks
 from ..shard.shard_state import History
-from ..waits import Captures, Wait, name_trainers
+from ..waits import Wait, name_trainers
 from .rounds import Apply, Rounds
 from .run import Read, Run
 from .script_warnings import ScriptWarnings
@@ -75,7 +75,6 @@ class SyncRun(Run):
             clips=installed.max_grad_norm is not None,
         )
         self.stepped_history = self.schedule.copy_history()  # of the shard's version; only jobs replace it
-        self._captures = Captures()
         self._pulled = self.shard.view_pulled()
         self._changed = dict.fromkeys(self.shard.layout.place, self.shard.version)  # the newest change of each block
         self._reply: Reply | None = None  # the reply of the applied round, once the round may be read
@@ -272,7 +271,6 @@ class SyncRun(Run):
         changed = shard.apply(gradient, present, hyper_parameters, loaded)
         self._changed.update(dict.fromkeys(changed, apply.round))
         reach_failpoint("apply.after")
-        self._captures.capture_round(apply.round)
         self.stepped_history = history
         return self._encode(history)
 
@@ -299,7 +297,7 @@ class SyncRun(Run):
         async with self.waits.condition:
             self._measured = None
             following = self.schedule.finish_apply(self.stepped_history)
-            self._captures.expire_rounds(apply.round)
+            self.waits.note_round(apply.round)  # its readers submit their jobs before the next apply begins
             self._reply, self.waits.since = reply, None
             if self.schedule.batch_barriers:
                 self.waits.begin()
@@ -424,14 +422,18 @@ class SyncRun(Run):
         if round_ <= rounds.applied:
             raise StaleRound(f"round {round_} is over", current=rounds.applied)
         self.check_failure()
-        metadata = self.metadata(round_)
         try:
-            found = await self._captures.wait_for_round(round_, lambda: read(metadata), wait_seconds, rounds.applied)
+            await self.waits.wait_for_round(round_, wait_seconds)
         except TimeoutError:
             text = f"round {round_} waits for {name_trainers(rounds.missing) or 'its apply'}"
             raise RoundPending(text, missing=rounds.missing, round=rounds.open) from None
-        await self.wait_until_held()
-        return found
+        self.check_failure()
+        return await self.compute.run(self._read_at, round_, read)
+
+    def _read_at(self, round_: Round, read: Read[T]) -> T:
+        if self.shard.version != round_:
+            raise StaleRound(f"round {round_} is over", current=self.shard.version)
+        return read(self.metadata(round_))
 
     # ------------------------------------------------------------------ the end
 
@@ -440,8 +442,3 @@ class SyncRun(Run):
         await self.end(reason)
         await self.wait_for_apply()
         return self.schedule.applying is None
-
-    async def end(self, reason: GradpostError, *, is_failure: bool = False) -> None:
-        """End every wait, also for captures: see `Run.end`."""
-        self._captures.end(reason)
-        await super().end(reason, is_failure=is_failure)
