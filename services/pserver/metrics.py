@@ -77,9 +77,7 @@ class PserverMetrics:
         self.disk_free = gauge("gradpost_disk_free_bytes", "Free bytes of the disk with the log and the state.")
         self.disk_size = gauge("gradpost_disk_size_bytes", "Size of the disk with the log and the state.")
         self.staged_blocks = counter("gradpost_staged_blocks", "Blocks staged.")
-        self.staged_bytes = gauge(
-            "gradpost_staged_bytes", "Buffers in use: received bodies, staged contributions, copies that trainers pull."
-        )
+        self.staged_bytes = gauge("gradpost_staged_bytes", "Buffers in use: received bodies and staged contributions.")
         self.in_flight_bytes = gauge(
             "gradpost_in_flight_bytes",
             "Announced bytes of bodies that are being received or staged; bounded by `max_inflight_bytes`.",

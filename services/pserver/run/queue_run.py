@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ps_protocol.errors import BadInput, GradpostError, RoundPending, StaleRound, TryAgain
@@ -27,7 +27,7 @@ from services.runtime.logs import get_logger
 from ..durable.storage import Restored
 from ..shard.bodies import Body, StagedBlock
 from ..shard.optimizer import LoadedState
-from ..shard.reply import FrameCopy, Reply
+from ..shard.reply import Parts, Reply
 from ..waits import Wait, name_trainers
 from .clocks import Clocks, PulledState, Pulls
 from .queues import BlockQueue, BlockUpdate, UpdateJobs
@@ -282,23 +282,21 @@ class QueueRun(Run):
         self.check_fence(fence)
         self.check_member(fence)
         self._pulls.record_pull(fence.rank, fence.round, state)
-        return Reply(fence.round, [frame.buffer], memory=frame)
+        return Reply(fence.round, frame)
 
-    async def _read(self, fence: Fence, pull: Pull) -> tuple[FrameCopy, PulledState]:
+    async def _read(self, fence: Fence, pull: Pull) -> tuple[Parts, PulledState]:
         """Read as `read_consistency` says: for `shard` between two contributions, so that all blocks have the same.
 
         Returns a frame of the pulled blocks, and the state of the whole shard that it shows.
         """
         async with self._drained() if self._rules.read_consistency == "shard" else contextlib.nullcontext():
             metadata = {**self.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
-            frame = FrameCopy(self.shard.layout.find_places(pull.names or None), metadata, self.pool)
             run = self._reads.run_at_once if self.shard.is_small else self._reads.run
-            return frame, await run(self._fill, frame)
+            return await run(self._copy, pull.names or None, metadata)
 
-    def _fill(self, frame: FrameCopy) -> PulledState:
+    def _copy(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> tuple[Parts, PulledState]:
         state = self._copy_state()
-        frame.fill(self.shard.values)
-        return state
+        return self.shard.encode(names, metadata, pulled=True), state
 
     def _find_wait(self, fence: Fence) -> Wait | None:
         self.check_fence(fence)

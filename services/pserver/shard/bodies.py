@@ -1,8 +1,7 @@
 """Large bodies in buffers that are reused, because page faults are half the cost of receiving a large body.
 
-A buffer belongs to one `Body`, referenced by its request and then by the blocks staged from it, or to the copy of the
-shard that a trainer pulls. It returns to the pool when the last reference is released. Staged blocks are views of
-bodies, never copies, and are decoded range by range.
+A buffer belongs to one `Body`, referenced by its request and then by the blocks staged from it. It returns to the pool
+when the last reference is released. Staged blocks are views of bodies, never copies, and are decoded range by range.
 """
 
 from __future__ import annotations
@@ -74,8 +73,13 @@ class BufferPool:
         self._peak_bytes = self.used_bytes
 
 
-class PooledBuffer:
-    """Memory of a pool. Views of it are valid while this object is referenced. Created on the event loop."""
+class Body:
+    """One received frame: its parsed header, and its buffer in memory of a pool, from which it is made on the loop.
+
+    Views of the buffer are valid while this object is referenced.
+    """
+
+    frame: Frame
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
         self.is_recurring = True  # a body of this size comes in every round
@@ -88,12 +92,6 @@ class PooledBuffer:
             self._pool.release(self._memory)
         else:
             self._pool.free(self._memory)
-
-
-class Body(PooledBuffer):
-    """One received frame: its buffer and the parsed header."""
-
-    frame: Frame
 
     @property
     def data(self) -> memoryview:

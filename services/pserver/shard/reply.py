@@ -19,7 +19,7 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Round
 from ps_protocol.wire_types import WireTensor
 from services.runtime.gate import current_request, end_request
 
-from .bodies import BufferPool, PooledBuffer, view_bytes
+from .bodies import view_bytes
 from .layout import BlockPlace
 
 LARGE_BYTES = 1 << 16  # larger tensors are sent without a copy; smaller ones are joined
@@ -66,28 +66,6 @@ class PulledViews:
             pulled.copy_(exact)
         pieces = [memoryview(bytes(each)) for each in self._stretches] if copied else self._stretches
         return [(tensor, pieces[number][begin:end]) for tensor, number, begin, end in self._blocks], pieces
-
-
-class FrameCopy:
-    """A frame of some blocks of a shard, as trainers pull them, in memory of its own."""
-
-    def __init__(self, places: Sequence[BlockPlace], metadata: Mapping[str, str], pool: BufferPool) -> None:
-        """Allocate the memory, which returns to the pool with the last reference to this object."""
-        header = encode_header([(p.name, p.pulled, (p.block.num_elements,)) for p in places], metadata)
-        sizes = [DTYPE_BYTES[place.pulled] * place.block.num_elements for place in places]
-        self._memory = PooledBuffer(pool, len(header) + sum(sizes))
-        self._places = places
-        self._data_begin = len(header)
-        self.buffer[: len(header)] = header
-
-    @property
-    def buffer(self) -> memoryview:
-        """The bytes of the frame, valid while this object is referenced."""
-        return self._memory.buffer
-
-    def fill(self, values: Tensor) -> None:
-        """Copy the blocks from `values`, the shard's flat float32 tensor."""
-        copy_blocks(values, [(place, place.pulled) for place in self._places], self.buffer[self._data_begin :])
 
 
 def copy_blocks(values: Tensor, blocks: Iterable[tuple[BlockPlace, str]], target: memoryview) -> None:
@@ -173,7 +151,6 @@ class Reply:
     round: Round
     parts: Parts
     blocks: VersionedBlocks | None = None
-    memory: FrameCopy | None = None  # that the parts are views of
     _readers: set[asyncio.Task[Any]] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_revoked: bool = False
@@ -185,7 +162,7 @@ class Reply:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Allow reading the parts within the block. The request is ended if borrowed views are revoked."""
-        if self.memory is not None or not any(isinstance(part, memoryview) for part in self.parts):
+        if not any(isinstance(part, memoryview) for part in self.parts):
             yield
             return
         if self._is_revoked:
