@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import xxhash
 from pydantic import Field
@@ -23,16 +24,14 @@ from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .logs import get_logger
-from .storage import CheckpointStorage, DamagedFile, check_format, seal, unseal
+from .storage import CheckpointStorage, DamagedFile, seal, unseal
 
 log = get_logger()
 
 MANIFEST = "manifest.json"
 COORDINATOR_FOLDER = "coordinator"  # in the state folder of the coordinator
-FORMAT = 1
 
 _ROUND = re.compile(r"\d{12}")
-_FORMAT = re.compile(rb'\{"xxh3_128":"[0-9a-f]{32}","content":\{"format": ?(\d{1,9})[,}]')
 
 PassOver = Callable[[str, Round, OSError | UnsupportedFormat], None]
 
@@ -40,7 +39,7 @@ PassOver = Callable[[str, Round, OSError | UnsupportedFormat], None]
 class Manifest(Message):
     """The file that makes shards a checkpoint. Bits are reproducible with the `torch` and `cpu` of its shards only."""
 
-    format: int = FORMAT
+    format: Literal[1] = 1
     run: str
     attempt: int
     round: Round
@@ -93,8 +92,6 @@ def read_manifest(storage: CheckpointStorage, run: str, round_: Round) -> Manife
         data = storage.read(name)
     except FileNotFoundError:
         return None
-    if found := _FORMAT.match(data):
-        check_format(found[1].decode(), FORMAT, f"{name} in {storage.url}")
     return unseal(data, Manifest, f"{name} in {storage.url}")
 
 

@@ -384,9 +384,7 @@ class Disk:
         storage = RunStorage(install, folder.index, folder.log_path)
         if install.restore is None or imported is not None:
             return storage, imported
-        restored = storage.restore(install.restore) or self._restore_shared(storage, install, install.restore)
-        restored.is_short = True  # there were later rounds
-        return storage, restored
+        return storage, storage.restore(install.restore) or self._restore_shared(storage, install, install.restore)
 
     def _restore_shared(self, storage: RunStorage, install: InstallRun, round_: Round) -> Restored:
         """Return the shard in a complete checkpoint, and write it to the folder, which does not lead to this round."""

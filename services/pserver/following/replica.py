@@ -1,7 +1,7 @@
 """The replica of a shard: a run that replays the updates of its leader instead of applying contributions.
 
-Each update is in its own log before it is applied, so that its folder restores the same bits. Reads, snapshots and their
-ends are those of any run in the synchronous mode. Updates, and the copy that a replica begins with, are requested from
+Each update is in its own log before it is applied, so that its folder restores the same bits. Reads, snapshots and the
+end are those of any run in the synchronous mode. Updates, and the copy that a replica begins with, are requested from
 the leader.
 """
 
