@@ -147,7 +147,9 @@ class SnapshotWriter:
         compute: ComputeExecutor,
         wait_until_held: Callable[[], Awaitable[None]] | None = None,
     ) -> asyncio.Task[OSError | None]:
-        """Copy the shard, and return the task that writes the copy. Raises TryAgain if not even the copy can be made.
+        """Copy the shard, and return the task that writes the copy and returns the error of the disk.
+
+        Raises TryAgain if not even the copy can be made.
 
         A snapshot under way is then published, after `wait_until_held`, since other pservers may restore the round.
         """
@@ -167,14 +169,6 @@ class SnapshotWriter:
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
         return task
-
-    async def write_first(self, shard: Shard, history: History, compute: ComputeExecutor) -> OSError | None:
-        """Write and publish the first version of a run, before a trainer can read it. Returns the error of the disk."""
-        self.begin_named(shard.version)
-        try:
-            return await asyncio.shield(await self.write(shard, history, compute))
-        except TryAgain as problem:
-            return OSError(problem.detail)
 
     async def _write(
         self,

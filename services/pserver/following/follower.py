@@ -30,7 +30,7 @@ from services.runtime.logs import get_logger
 
 from ..durable.disk import Disk
 from ..durable.records import Record
-from ..durable.snapshot_writer import Publisher, SnapshotWriter
+from ..durable.snapshot_writer import Publisher
 from ..durable.update_log import LoggedUpdate
 from ..metrics import PserverMetrics
 from ..shard.bodies import BufferPool
@@ -89,7 +89,6 @@ class Follower:
         self._pool = pool
         self._metrics = metrics
         self._is_named = asyncio.Event()  # another leader, or the first one
-        self._writer: SnapshotWriter | None = None  # of the newest replica
         self._fenced: Incarnation = 0  # no update of this incarnation, or an earlier one, is received or confirmed
         self._updating = asyncio.Lock()  # held while an update is logged and applied
         self._is_applied = asyncio.Event()  # another update is applied, or none of those in memory will be
@@ -177,13 +176,14 @@ class Follower:
         if replica is not None:
             log.warning("the replica is discarded", round=replica.round, reason=str(reason))
             await replica.end(reason)
+            await replica.writer.wait_for_writes()  # to the folder that is cleared before the next copy
 
     # ------------------------------------------------------------------ fail-over
 
     async def has_folder_of(self, incarnation: Incarnation) -> bool:
         """Return whether the folder of this incarnation of the pserver is here, and no process uses it."""
-        if self._writer is not None:
-            await self._writer.wait_for_writes()  # which this process does not end before it leads
+        if self.replica is not None:
+            await self.replica.writer.wait_for_writes()  # which this process does not end before it leads
         return await asyncio.to_thread(self._disk.has_free_folder, self.index, incarnation)
 
     async def fence(self, message: FenceStandby) -> Replica:
@@ -264,8 +264,6 @@ class Follower:
     async def _begin_replica(self, leader: Leader, installed: InstallRun) -> None:
         """Begin with a copy of the shard, which is on the disk then."""
         await self._discard_replica(StalePserver(f"pserver {self.index} was rolled back, or serves another run"))
-        if self._writer is not None:
-            await self._writer.wait_for_writes()  # to the folder that is cleared
         data = await leader.read_copy(installed.run, installed.attempt)
         restored = await self._compute.run(restore_copy, installed, self.index, data)
         try:
@@ -276,7 +274,6 @@ class Follower:
             installed, self.index, restored=restored, storage=storage, publisher=Publisher(self._disk.find_place),
             report=self.report, compute=self._compute, pool=self._pool, metrics=self._metrics,
         )  # fmt: skip
-        self._writer = replica.writer
         self.lag = Lag(replica.round)  # the reports may be of another attempt
         self.report()
         self._metrics.replica_copies.inc()

@@ -193,7 +193,7 @@ class Run(ABC):
         """Return the metadata of a reply with this version."""
         return {"run": self.installed.run, "attempt": str(self.installed.attempt), "round": str(round_)}
 
-    def storage_failed(self, what: str, error: OSError) -> StorageFailed:
+    def storage_failed(self, what: str, error: Exception) -> StorageFailed:
         """Return the error for a disk that fails where durability needs it."""
         text = f"pserver {self.index} cannot {what}: {str(error) or 'the disk does not answer'}"
         return StorageFailed(text, pserver=self.index)
@@ -309,12 +309,14 @@ class Run(ABC):
 
     async def _write_first_snapshot(self) -> None:
         """Write the first version, before a trainer can read it. A disk that fails, or hangs, ends the run."""
-        error: OSError | None
+        error: Exception | None
+        self.writer.begin_named(self.shard.version)
         try:
             async with asyncio.timeout(self.installed.patience_seconds):
-                error = await self.writer.write_first(self.shard, self.schedule.copy_history(), self.compute)
-        except TimeoutError as late:
-            error = late
+                write = await self.writer.write(self.shard, self.schedule.copy_history(), self.compute)
+                error = await asyncio.shield(write)
+        except (TimeoutError, TryAgain) as problem:
+            error = problem
         if error is not None:
             await self.end(self.storage_failed("write its first snapshot", error), is_failure=True)
 

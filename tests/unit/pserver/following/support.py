@@ -91,8 +91,8 @@ class Standby:
 
     async def close(self) -> None:
         await self.stop()
-        if self.follower._writer is not None:
-            await self.follower._writer.wait_for_writes()
+        if self.follower.replica is not None:
+            await self.follower.replica.writer.wait_for_writes()
         self.compute.close()
         self.pserver.disk.close()
 
