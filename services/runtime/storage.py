@@ -81,8 +81,12 @@ class LocalStorage(CheckpointStorage):
 
     def copy_file(self, path: Path, name: str) -> None:
         """Link a file, if it is on the same file system, or copy it: see `CheckpointStorage.copy_file`."""
+        link = self._folder / name
         try:
-            _link_file(path, self._folder / name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # this process has published the same before
+                link.hardlink_to(path)  # a name which no other process uses
+            sync_folder(link.parent)
         except OSError:  # such as EXDEV, or a file system without links
             super().copy_file(path, name)
 
@@ -183,14 +187,6 @@ def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def _link_file(path: Path, link: Path) -> None:
-    """Give a file that is on the disk another name, which no other process uses. Raises OSError."""
-    link.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # this process has published the same before
-        link.hardlink_to(path)
-    sync_folder(link.parent)
 
 
 def sync_folder(folder: Path) -> None:

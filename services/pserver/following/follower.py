@@ -303,7 +303,9 @@ class Follower:
                     await handling
                     handling = asyncio.create_task(self._handle_updates(updates, replica))
                 records, newest = await asyncio.shield(asking)
-                self._check_leader(named)
+                self._check_not_fenced(named.incarnation)
+                if self._is_named.is_set():
+                    raise StalePserver(f"pserver {self.index} has another leader now")
                 replica.installed, self.lost = installed, 0
                 self.lag.note_leader(newest, asyncio.get_running_loop().time())
                 updates = [(replica.hold_update(record), record) for record in records]
@@ -318,13 +320,6 @@ class Follower:
             finally:
                 replica.discard_held()
                 self._is_applied.set()
-
-    def _check_leader(self, named: StandbyAnswer) -> None:
-        newest = self.leader
-        assert newest is not None
-        self._check_not_fenced(named.incarnation)
-        if (newest.leader, newest.incarnation) != (named.leader, named.incarnation):
-            raise StalePserver(f"pserver {self.index} has another incarnation now", current=newest.incarnation)
 
     async def _handle_updates(self, updates: Sequence[tuple[LoggedUpdate, Record]], replica: Replica) -> None:
         for update, record in updates:

@@ -162,19 +162,17 @@ class Clocks(Generic[Payload]):
         self._advance(steps)
         return committed
 
-    def count_applied_block(self, committed: Committed[Payload]) -> bool:
-        """Count one applied block of a contribution. Returns whether it completed a step."""
+    def count_applied_block(self, committed: Committed[Payload]) -> None:
+        """Count one applied block of a contribution."""
         committed.steps.unapplied[committed.step] -= 1
-        return self._advance(committed.steps)
+        self._advance(committed.steps)
 
-    def _advance(self, steps: TrainerSteps[Payload]) -> bool:
-        before = steps.clock
+    def _advance(self, steps: TrainerSteps[Payload]) -> None:
         # In order: a later step without a gradient for a slow block may be complete first.
         while steps.unapplied.get(steps.clock + 1) == 0:
             steps.clock += 1
             del steps.unapplied[steps.clock]
-        self.applied += steps.clock - before
-        return steps.clock > before
+            self.applied += 1
 
     def find_missing(self, rank: Rank, step: Round) -> list[Rank]:
         """Return the ranks whose updates a pull of this trainer after its `step` waits for; none if it may be answered.
