@@ -392,7 +392,7 @@ class Disk:
         data = self._read_shared(install.run, round_)
         if data is None:
             raise StorageFailed(f"pserver {self.index} cannot restore round {round_} of run {install.run}")
-        storage.write_file(round_, [data])
+        storage.write_snapshot(round_, [data])
         return read_shard(storage.plan, self.folder.index, data)
 
     def _restore_from(self, install: InstallRun, source: str) -> Restored:

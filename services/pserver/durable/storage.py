@@ -154,7 +154,7 @@ class RunStorage:
     ) -> tuple[ShardFile, Path]:
         self._prune()
         chunks, install = state.encode(self.plan, metadata), self._install
-        path = self.write_file(state.version, chunks)
+        path = self.write_snapshot(state.version, chunks)
         file = ShardFile(
             pserver=self._index,
             name=shard_name(self._index, self.plan.num_pservers, install.attempt, install.incarnation),
@@ -168,7 +168,7 @@ class RunStorage:
         )
         return file, path
 
-    def write_file(self, round_: Round, chunks: Sequence[Buffer]) -> Path:
+    def write_snapshot(self, round_: Round, chunks: Sequence[Buffer]) -> Path:
         """Write the snapshot after a round; it is on the disk when this returns."""
         path = self.log.folder / f"{round_:012}-{digest_chunks(chunks).hexdigest()}.safetensors"
         write_file(path, chunks)
@@ -213,7 +213,7 @@ class RunStorage:
             if newest is not None and round_ > newest:
                 continue
             began = perf_counter()
-            data = self._read(round_)
+            data = self.read_snapshot(round_)
             if data is None:
                 continue
             restored = read_shard(self.plan, self._index, data)
@@ -228,18 +228,13 @@ class RunStorage:
                 return restored
         return None
 
-    def read_file(self, round_: Round) -> memoryview:
-        """Return the bytes of a snapshot. Raises DamagedFile."""
-        path = self._paths[round_]
-        data = read_file(path)
-        if xxhash.xxh3_128_hexdigest(data) != read_digest(path):
-            raise DamagedFile.wrong_digest(path)
-        return data
-
-    def _read(self, round_: Round) -> memoryview | None:
+    def read_snapshot(self, round_: Round) -> memoryview | None:
         """Return the bytes of a snapshot. Return None and discard it if it is damaged."""
+        path = self._paths[round_]
         try:
-            data = self.read_file(round_)
+            data = read_file(path)
+            if xxhash.xxh3_128_hexdigest(data) != read_digest(path):
+                raise DamagedFile.wrong_digest(path)
             _, metadata = ShardState.decode(data)
             # A promoted standby may have been writing a snapshot when the run went back.
             if is_undone(round_, int(metadata["attempt"]), self._install.began):
@@ -271,7 +266,7 @@ class RunStorage:
         ranges: Ranges = []
         if newest is not None:
             leading = (round_ for round_ in self.rounds if round_ <= newest)
-            next((round_ for round_ in leading if self._read(round_) is not None), None)
+            next((round_ for round_ in leading if self.read_snapshot(round_) is not None), None)
         for round_ in self.rounds:
             last = round_
             for update, _ in self.log.read_after(round_):
@@ -297,7 +292,7 @@ class RunStorage:
 
     def begin_with_copy(self, restored: Restored, data: memoryview) -> None:
         """Begin with the shard of another process: `data` is the file of its snapshot."""
-        self.write_file(restored.round, [data])
+        self.write_snapshot(restored.round, [data])
         self.log.begin_segment(restored.round, restored.chain or restored.shard.digest())
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ps_protocol.errors import Ended, GradpostError, NormChanged, RoundPending, 
 from ps_protocol.fence import Fence
 from ps_protocol.membership import Controls, FrozenRounds, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm, clip_coefficient
-from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull
+from ps_protocol.requests import Barrier, BarrierAnswer, NormAnswer, Pull, Pulled
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
@@ -282,7 +282,8 @@ class SyncRun(Run):
         """
         round_ = self.shard.version
         pulled = self._pulled.read(copied=self.schedule.max_delay > 0)
-        metadata = {**self.metadata(round_), **history.outcome(round_)}
+        skipped = Pulled(round_, None, history.nonfinite.get(round_, ()))
+        metadata = {**self.metadata(round_), **skipped.to_metadata()}
         versioned = VersionedBlocks(pulled, dict(self._changed), metadata, round_ - 1, self.shard.borrow_deltas())
         versioned.parts(round_ - 1)  # the frame for most trainers, made on this thread
         return Reply(round_, versioned.parts(), versioned)

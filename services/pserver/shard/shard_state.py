@@ -18,7 +18,6 @@ from ps_protocol.frames import TRUSTED_LIMITS, encode_header, parse_frame
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import StepState
 from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import Pulled
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.storage import check_format
 
@@ -67,10 +66,6 @@ class History:
             for old in list(known):
                 if old <= round_ - keep:
                     del known[old]
-
-    def outcome(self, round_: Round) -> dict[str, str]:
-        """Return the metadata of the reply for this version: because of which ranks it was skipped."""
-        return Pulled(round_, None, self.nonfinite.get(round_, ())).to_metadata()
 
     def copy(self) -> History:
         """Return a copy."""

@@ -67,7 +67,7 @@ async def test_a_named_snapshot_is_published_where_the_coordinator_finds_it(tmp_
         place = LocalStorage(tmp_path / "checkpoints")
         assert (file.round, list_rounds(place, "run1")) == (2, [2, 0] if is_shared else [])
         if is_shared:
-            assert read_shard_file(place, "run1", file) == b.run.storage.read_file(2)
+            assert read_shard_file(place, "run1", file) == b.run.storage.read_snapshot(2)
 
 
 @pytest.mark.parametrize("step", ["write", "publish"])
