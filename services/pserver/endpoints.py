@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -18,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ps_http2.writer import SMALL_BYTES
 from ps_protocol.errors import BadInput, Conflict
 from ps_protocol.fence import Fence
-from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
+from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.requests import Barrier, Pull, PushAnswer
 
 from .pserver import Pserver
@@ -65,8 +64,7 @@ class TensorEndpoints:
             )  # fmt: skip
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.schedule.members)):
-            limits = _limit_tensors(self._limits, run.max_body_tensors)
-            body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
+            body = await receive_body(scope, receive, num_bytes, self._limits, self._pserver.pool)
             return await (run.store_initial(fence, body) if initial else run.push(fence, body))
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,11 +139,6 @@ class TensorEndpoints:
             with reply.reading():
                 await _send_parts(send, parts)
         run.pulled_bytes += sum(map(len, parts))
-
-
-@lru_cache(maxsize=8)  # as many as there are runs at a time, and some more
-def _limit_tensors(limits: FrameLimits, most: int) -> FrameLimits:
-    return replace(limits, max_tensors=min(limits.max_tensors, most))
 
 
 def _require_rounds(run: Run, what: str) -> SyncRun:

@@ -145,17 +145,13 @@ def _check_entry(what: str, entry: TensorEntry, dtype: str, shape: tuple[int, ..
         raise BadInput(f"{what} has another shape", code="wrong_shape", expected=list(shape), actual=list(entry.shape))
 
 
-def measure_largest_body(plan: SlicePlan, index: PserverIndex, layout: ShardLayout) -> tuple[int, int]:
-    """Return the bytes and the number of tensors that a request about this shard contains at most."""
+def measure_largest_body(plan: SlicePlan, index: PserverIndex) -> int:
+    """Return the bytes that a request about this shard contains at most, without its header."""
     assert plan.optimizer is not None  # the plan of a run always has an optimizer
-    blocks = plan.shards[index]
     buffers = [spec for spec in plan.buffers if spec.pserver == index]
     num_kinds = max(len(SLOTS[rule]) for rule in plan.optimizer.rules) + 1  # slots and masters
-    return (
-        max(
-            plan.shard_bytes(index) + sum(spec.num_bytes for spec in buffers),
-            plan.pushed_bytes(index),
-            num_kinds * MASTER_BYTES * sum(block.num_elements for block in blocks),
-        ),
-        max(sum(len(place.pushed) for place in layout.places), len(blocks) + len(buffers), len(blocks) * num_kinds),
+    return max(
+        plan.shard_bytes(index) + sum(spec.num_bytes for spec in buffers),
+        plan.pushed_bytes(index),
+        num_kinds * MASTER_BYTES * sum(block.num_elements for block in plan.shards[index]),
     )

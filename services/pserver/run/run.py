@@ -111,7 +111,7 @@ class Run(ABC):
         self.is_readable = False  # True once all initial values have arrived
         self.stalls_at = math.inf  # a time of the loop's clock, while an update is logged and stepped
         self._push_reader = PushReader(self.shard.layout, plan)
-        self.max_body_bytes, self.max_body_tensors = measure_largest_body(plan, index, self.shard.layout)
+        self.max_body_bytes = measure_largest_body(plan, index)
         self.shard_bytes = plan.shard_bytes(index)
         self.pushed_bytes = 0
         self.pulled_bytes = 0
