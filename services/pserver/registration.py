@@ -202,14 +202,13 @@ class Registration:
     async def _leave(self, registered: PserverRegistered | None) -> None:
         """Persist the shard. Heartbeats go on until that is done, and report that this pserver will come back."""
         self._pserver.is_stopping = True
-        stopping, has_stopped = asyncio.create_task(self._stop_pserver(), name="stop"), asyncio.Event()
-        stopping.add_done_callback(lambda _: has_stopped.set())
+        stopping = asyncio.create_task(self._stop_pserver(), name="stop")
         while registered is not None:
-            is_last = has_stopped.is_set()
+            is_last = stopping.done()
             await self._post_in_the_end(PSERVER_HEARTBEAT.format(index=registered.index), make_heartbeat(self._pserver))
             if is_last:
                 break
-            await wait_for_any(heartbeat_period(registered.lease_seconds), has_stopped)
+            await asyncio.wait({stopping}, timeout=heartbeat_period(registered.lease_seconds))
         await stopping
 
     async def _stop_pserver(self) -> None:

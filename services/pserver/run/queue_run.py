@@ -194,7 +194,7 @@ class QueueRun(Run):
             if place[name].block.parameter in controls.frozen:
                 self.schedule.count_applied_block(committed)
             else:
-                self.queues[name].put_update(BlockUpdate(committed, block, pull, hyper_parameters))
+                self.queues[name].put_update(BlockUpdate(name, committed, block, pull, hyper_parameters))
         self.shard.version = self.schedule.applied  # needed here if all blocks of the contribution are frozen
         await self.waits.notify()  # a contribution without blocks to step advances a clock
         if self.writer.begin_if_due(committed.number):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,16 +26,20 @@ from .run import Run
 log = get_logger()
 
 
-class BlockUpdate(NamedTuple):
-    """One trainer's gradient for this block, the pull that it was computed on, and the hyperparameters of its step."""
+@dataclass(slots=True)
+class BlockUpdate:
+    """One trainer's gradient for a block, the pull that it was computed on, and the hyperparameters of its step."""
 
+    name: str  # of the block
     committed: Committed[StagedBlock]
     block: StagedBlock
     pull: PulledState
     hyper_parameters: list[HyperParameters]
+    done: asyncio.Future[None] = field(init=False)  # for which the worker of the block waits
+    error: Exception | None = None  # of its step
 
 
-ApplyUpdate: TypeAlias = Callable[[str, BlockUpdate], Awaitable[None]]
+ApplyUpdate: TypeAlias = Callable[[BlockUpdate], Awaitable[None]]
 
 
 class BlockQueue:
@@ -86,7 +90,7 @@ class BlockQueue:
 
     async def _apply_update(self, update: BlockUpdate, apply: ApplyUpdate) -> None:
         try:
-            await apply(self.name, update)
+            await apply(update)
         except Exception as error:
             log.exception("a block's worker failed; the block has stopped", block=self.name)
             text = f"block {self.name!r} has stopped, because its optimizer failed: {error}"
@@ -95,16 +99,6 @@ class BlockQueue:
                 self._queue.get_nowait()
                 self.num_updates -= 1
         self.num_updates -= 1
-
-
-@dataclass(slots=True)
-class _Due:
-    """An update that the worker of a block waits for."""
-
-    name: str
-    update: BlockUpdate
-    done: asyncio.Future[None]
-    error: Exception | None = None
 
 
 class UpdateJobs:
@@ -120,16 +114,16 @@ class UpdateJobs:
         self._schedule = schedule
         self._shard = run.shard
         self._rules = run.installed.consistency
-        self._due: list[_Due] = []  # in this turn of the event loop
+        self._due: list[BlockUpdate] = []  # in this turn of the event loop
         self._newest: asyncio.Task[None] | None = None
 
-    async def apply(self, name: str, update: BlockUpdate) -> None:
+    async def apply(self, update: BlockUpdate) -> None:
         """Apply an update of a block, for its worker. Raises the error of its step."""
         if not self._due:
             self._newest = asyncio.create_task(self._apply_due(), name="updates")
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._due.append(_Due(name, update, done))
-        await done
+        update.done = asyncio.get_running_loop().create_future()
+        self._due.append(update)
+        await update.done
 
     async def _apply_due(self) -> None:
         due = [each for each in self._due if not each.done.cancelled()]  # a queue that is closed cancels its worker
@@ -147,7 +141,7 @@ class UpdateJobs:
         for each in due:
             if each.error is None:
                 metrics.apply_seconds.observe(seconds)
-                self._schedule.count_applied_block(each.update.committed)
+                self._schedule.count_applied_block(each.committed)
         self._shard.version = self._schedule.applied
         metrics.rounds.inc(self._schedule.applied - before)
         metrics.updates.inc(sum(each.error is None for each in due))
@@ -161,14 +155,14 @@ class UpdateJobs:
         await asyncio.sleep(0)  # the workers go first: the waiting requests read the queues
         await self._run.waits.notify()
 
-    def _step_all(self, due: Sequence[_Due]) -> None:
+    def _step_all(self, due: Sequence[BlockUpdate]) -> None:
         """Step blocks, each of them once, as a job."""
-        together: dict[tuple[int, int], list[_Due]] = {}  # with the same hyperparameters and counter
+        together: dict[tuple[int, int], list[BlockUpdate]] = {}  # with the same hyperparameters and counter
         for each in due:
-            staleness = self._shard.versions[each.name] - each.update.pull.versions[each.name]
+            staleness = self._shard.versions[each.name] - each.pull.versions[each.name]
             self._run.metrics.staleness.observe(staleness)
             divisor = staleness if self._rules.compensation == "divide" else 1
-            together.setdefault((each.update.committed.number, divisor), []).append(each)
+            together.setdefault((each.committed.number, divisor), []).append(each)
         for (_, divisor), group in together.items():
             try:
                 self._step(group, divisor)
@@ -176,16 +170,16 @@ class UpdateJobs:
                 for each in group:
                     each.error = error
 
-    def _step(self, group: Sequence[_Due], divisor: int) -> None:
+    def _step(self, group: Sequence[BlockUpdate], divisor: int) -> None:
         rules, shard, gradients = self._rules, self._shard, {}
         for each in group:
-            gradient, place = each.update.block.tensor(), shard.layout.place[each.name]
+            gradient, place = each.block.tensor(), shard.layout.place[each.name]
             if rules.compensation == "dc" and not place.buffer_rule:
-                assert each.update.pull.values is not None
-                pulled = each.update.pull.values[place.begin : place.end]
+                assert each.pull.values is not None
+                pulled = each.pull.values[place.begin : place.end]
                 gradient = compensate_gradient(gradient, shard.block(each.name), pulled, rules.dc_lambda)
             gradients[each.name] = gradient
-        first = group[0].update
+        first = group[0]
         shard.apply_blocks(gradients, divide_rates(first.hyper_parameters, divisor), counter=first.committed.rank)
 
 
