@@ -7,7 +7,6 @@ not read before its response. A connection that begins with the preface of HTTP/
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -69,11 +68,9 @@ async def serve(
     with _take_socket(settings) as bound:
         address = advertised_address(settings, bound.getsockname()[1])
         warn_if_exposed(settings)
-        async with contextlib.AsyncExitStack() as stack:
-            protect(app, settings, address)
-            # Not by uvicorn, which turns exceptions of the lifespan into a log line and an exit code.
-            await stack.enter_async_context(app.router.lifespan_context(app))
-            await stack.enter_async_context(UvicornServer(app, settings, bound, local))
+        protect(app, settings, address)
+        # The lifespan is not uvicorn's task, which turns its exceptions into a log line and an exit code.
+        async with app.router.lifespan_context(app), UvicornServer(app, settings, bound, local):
             log.info("serving", address=address)
             if on_started is not None:
                 on_started(address)
