@@ -1,1 +1,1 @@
-"""Settings, tokens, TLS certificates, host names and versions: a process reads them before it starts."""
+"""Settings, tokens, TLS certificates and host names, which a process reads before it starts, and what it measures."""

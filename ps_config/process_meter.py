@@ -1,20 +1,38 @@
-"""The CPU time, memory, disk and network that this process uses, and the lag of its event loop."""
+"""The software of this process, the CPU time, memory, disk and network that it uses, and the lag of its event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import platform
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import psutil
 
 from ps_protocol.fence import MAX_TEXT
-from ps_protocol.fields import ProcessFigures
+from ps_protocol.fields import ProcessFigures, Software
 
 INTERVAL_SECONDS = 0.25  # between measurements of the loop's lag
+
+
+@functools.cache
+def installed_software() -> Software:
+    """Return the installed versions of Gradpost, Python and torch, without importing any of them.
+
+    A package is `unknown` where it is only on the path, as in a checkout that is not installed.
+    """
+    return Software(gradpost=_version("gradpost"), python=platform.python_version(), torch=_version("torch"))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def measure_process(*, sent_bytes: int | None = None, received_bytes: int | None = None) -> ProcessFigures:

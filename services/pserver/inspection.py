@@ -17,11 +17,10 @@ import xxhash
 from fastapi import FastAPI, Query, Response
 from torch import Tensor
 
-from ps_config.process_meter import measure_process
-from ps_config.versions import installed_versions
+from ps_config.process_meter import installed_software, measure_process
 from ps_protocol import routes
 from ps_protocol.errors import Ended
-from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText, Software
+from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import PserverHeartbeat, PserverState
 from ps_protocol.standbys import ReportStandby
@@ -63,7 +62,7 @@ def make_heartbeat(pserver: Pserver) -> PserverHeartbeat:
     return PserverHeartbeat(
         incarnation=pserver.incarnation or 0,
         is_stopping=pserver.is_stopping,
-        software=Software(**installed_versions()),
+        software=installed_software(),
         process=measure_process(
             sent_bytes=run.pulled_bytes if run else None, received_bytes=run.pushed_bytes if run else None
         ),
@@ -108,7 +107,7 @@ def describe_standby(follower: Follower, address: str, *, is_stopping: bool = Fa
         round=replica.round if replica else 0,
         lag_rounds=lag.rounds,
         lag_seconds=lag.seconds(asyncio.get_running_loop().time()),
-        software=Software(**installed_versions()),
+        software=installed_software(),
         process=measure_process(),
     )
 

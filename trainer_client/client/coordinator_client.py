@@ -20,11 +20,10 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
-from ps_config.process_meter import measure_process
-from ps_config.versions import installed_versions
+from ps_config.process_meter import installed_software, measure_process
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, Unreachable, error_from_problem
-from ps_protocol.fields import Mean, Message, Software
+from ps_protocol.fields import Mean, Message
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
@@ -224,7 +223,7 @@ class CoordinatorClient:
             results=dict(self.results),
             unreachable=self.news.unreachable(),
             ahead_of=self.news.ahead_of.copy(),
-            software=Software(**installed_versions()),
+            software=installed_software(),
             script=self.script,
             process=measure_process(sent_bytes=sent, received_bytes=received),
             waiting_seconds=0.0 if waiting_since is None else time.monotonic() - waiting_since,

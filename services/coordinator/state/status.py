@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ps_config.versions import installed_versions
-from ps_protocol.fields import ProcessFigures, Software
+from ps_config.process_meter import installed_software
+from ps_protocol.fields import ProcessFigures
 from ps_protocol.membership import Controls
 from ps_protocol.messages import ClusterStatus, PlanReady, PserverInfo, PserverStatus, TrainerStatus
 from ps_protocol.standbys import ReportStandby, StandbyStatus
@@ -205,6 +205,6 @@ def describe_status(
         ),
         standbys=describe_standbys(registry, now),
         overrides=describe_overrides(run.newest_controls),
-        software=Software(**installed_versions()),
+        software=installed_software(),
         process=process,
     )
