@@ -18,14 +18,20 @@ from ps_protocol import errors
 from ps_protocol.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from trainer_client import RemoteOptimizer, Session, connect, wrap_optimizers
+    from trainer_client.optimizer.remote_optimizer import RemoteOptimizer, wrap_optimizers
+    from trainer_client.session.session import Session, connect
 
 __all__ = ["RemoteOptimizer", "Session", "connect", "wrap_optimizers"]
-_LAZY = frozenset(__all__)
 __all__ += errors.__all__
+_HOMES = {
+    "RemoteOptimizer": "trainer_client.optimizer.remote_optimizer",
+    "Session": "trainer_client.session.session",
+    "connect": "trainer_client.session.session",
+    "wrap_optimizers": "trainer_client.optimizer.remote_optimizer",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("trainer_client"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

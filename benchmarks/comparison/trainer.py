@@ -9,7 +9,7 @@ import torch
 from benchmarks.comparison.emulated import compute, make_model
 from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from gradpost import RemoteOptimizer, connect
 from ps_protocol.errors import GradpostError, NonFiniteGradient
 from tests.chaos.diary import Diary
 from tests.chaos.setup import FREEZABLE, PARAMETERS, UNIT, Setup
 from tests.chaos.tricks import Tricks
-from trainer_client import RemoteOptimizer, connect
 
 COMPUTE_SECONDS = 0.02
 NEVER_REACHED = 1e9

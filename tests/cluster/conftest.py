@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_client import Session
+from gradpost import Session
 from trainer_client.testing import LocalCluster
 
 StartCluster = Callable[..., LocalCluster]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from trainer_client import Session
+from gradpost import Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster

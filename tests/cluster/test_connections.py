@@ -11,10 +11,10 @@ import psutil
 import pytest
 from torch import Tensor
 
+from gradpost import Session
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.tokens import SCOPES
-from trainer_client import Session
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority

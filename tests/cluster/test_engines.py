@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradpost import Session
 from ps_protocol.errors import ModelMismatch, NonFiniteGradient
-from trainer_client import Session
 from trainer_client.engines.engine import StepEngine, StepProgress
 from trainer_client.engines.host import HostFollower, HostLeader
 from trainer_client.engines.pserver import PserverEngine

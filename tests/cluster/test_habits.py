@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.errors import ContributionConflict, ModelMismatch
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
@@ -125,7 +125,7 @@ def test_an_interrupted_step_is_finished_with_its_own_gradient(own_cluster: Star
 SCRIPT = """
 import sys
 import torch
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 
 session = connect()
 RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
@@ -170,12 +170,12 @@ import faulthandler, multiprocessing, sys
 def work():
     faulthandler.dump_traceback_later(40)  # shows where it hangs
     import torch
-    from trainer_client import RemoteOptimizer
+    from gradpost import RemoteOptimizer
     RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
     raise ValueError("no")
 
 if __name__ == "__main__":
-    from trainer_client import connect
+    from gradpost import connect
     connect().close()  # the child is a script of its own
     child = multiprocessing.get_context("fork").Process(target=work)
     try:
@@ -189,7 +189,7 @@ if __name__ == "__main__":
 OF_A_PARENT = """
 import multiprocessing, sys
 import torch
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 
 session = connect()
 weights = [torch.nn.Parameter(torch.zeros(8))]

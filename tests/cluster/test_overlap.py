@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.client.buckets import FrameParts
 from trainer_client.optimizer.overlap import ModuleHook
 from trainer_client.testing import LocalCluster

@@ -123,7 +123,7 @@ def test_nothing_outlives_a_killed_parent() -> None:
 
 INSTALLED = """
 import torch, trainer_client, ps_protocol, sys
-from trainer_client import RemoteOptimizer
+from gradpost import RemoteOptimizer
 assert sys.prefix in trainer_client.__file__ and sys.prefix in ps_protocol.__file__, trainer_client.__file__
 torch.set_num_threads(1)
 model = torch.nn.Linear(8, 1)

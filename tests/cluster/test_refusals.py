@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import gradpost
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.errors import BadInput, BadModel
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .training import step_with, wrap_model

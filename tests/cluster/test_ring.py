@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.errors import BadModel
-from trainer_client import RemoteOptimizer, Session
-from trainer_client.engines.collective import FlatBucket
+from trainer_client.session.collectives import FlatBucket
 from trainer_client.testing import LocalCluster
 
 from .faulty_run import FaultyRun

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import gradpost
-from trainer_client import Session
+from gradpost import Session
 from trainer_client.testing import LocalCluster
 
 from .training import assert_identical, run_all, seeded, step_with

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from trainer_client import RemoteOptimizer, Session
+from gradpost import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..docs.markdown import code_blocks, read, section

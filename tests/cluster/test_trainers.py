@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.errors import TrainerLost
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from trainer_client import RemoteOptimizer, Session
+from gradpost import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster

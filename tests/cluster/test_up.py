@@ -212,7 +212,7 @@ def test_it_ends_when_its_output_is_not_read(tmp_path: Path) -> None:
 
 RESTARTED = """
 import os, pathlib, signal, torch
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 torch.set_num_threads(1)
 session = connect()
 data = torch.utils.data.TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(5)))

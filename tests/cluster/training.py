@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.optimizers import check_optimizer
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from . import training_script

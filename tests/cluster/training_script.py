@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from trainer_client import RemoteOptimizer, Session, connect
+from gradpost import RemoteOptimizer, Session, connect
 
 SIZES = (40, 100, 7)  # of the rows that `Counting` counts in: several blocks, on every pserver
 

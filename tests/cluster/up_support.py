@@ -31,7 +31,7 @@ time.sleep(600)
 TRAIN = """
 import os, signal, sys, time
 import torch
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 
 torch.set_num_threads(1)
 session = connect()

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import nn
 
-from trainer_client import RemoteOptimizer, connect
+from gradpost import RemoteOptimizer, connect
 
 
 def make_model() -> nn.Module:

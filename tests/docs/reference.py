@@ -39,7 +39,7 @@ from services.runtime.security import ROUTE_SCOPES
 from services.runtime.settings import ServiceSettings
 from trainer_client.client.settings import TrainerSettings
 from trainer_client.client.telemetry import TrainerMetrics
-from trainer_client.optimizer.named_optimizers import NamedOptimizer
+from trainer_client.optimizer.remote_optimizer import NamedOptimizer
 
 from ..unit.coordinator.support import make_cluster
 from .markdown import DOCS, ROOT, codes, read, section

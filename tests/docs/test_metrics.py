@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from trainer_client import RemoteOptimizer, Session
+from gradpost import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers

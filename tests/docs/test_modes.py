@@ -18,9 +18,9 @@ from safetensors.numpy import load
 from safetensors.torch import save_file
 
 import gradpost
+from gradpost import RemoteOptimizer, Session
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers

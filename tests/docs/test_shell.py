@@ -23,7 +23,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from trainer_client import RemoteOptimizer, Session
+from gradpost import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.faulty_run import FaultyRun

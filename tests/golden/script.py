@@ -20,9 +20,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from gradpost import RemoteOptimizer, Session, connect
 from tests.cluster.training import change_rates, make_optimizer
 from tests.golden.runs import CHANGES, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
-from trainer_client import RemoteOptimizer, Session, connect
 from trainer_client.client.pserver_client import PserverClient
 
 SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}

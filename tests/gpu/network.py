@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_client import RemoteOptimizer, Session
+from gradpost import RemoteOptimizer, Session
 
 DEVICE = "cuda"
 STEPS = 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_client import RemoteOptimizer, Session
+from gradpost import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers

@@ -17,12 +17,12 @@ from torch import Tensor
 from ps_protocol.plan import make_ring_plan
 
 from ..client.pserver_group import DeclaredRun
+from ..session.collectives import BroadcastBuffer, Tally, TallyVector, cut_buckets
 from ..session.host import Host
 from ..session.session import Session
-from .collective import BroadcastBuffer, Tally, TallyVector, cut_buckets
 from .engine import StepEngine, StepGradients, StepProgress
-from .local_steps import LocalSteps
 from .model_tensors import TrainedModel
+from .script_optimizers import LocalSteps
 
 
 class HostExchange:

@@ -24,7 +24,7 @@ from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
 from ..transport.device_copies import check_devices, is_away
 from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
-from .combined_optimizer import CombinedOptimizer
+from .script_optimizers import CombinedOptimizer
 
 CHOICES = {"average": MEAN, "lowest_rank": LOWEST_RANK, "leave": ""}  # for float buffers, with their update rules
 MAX_NAMED = 5  # buffers in a message

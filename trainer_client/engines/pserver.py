@@ -20,9 +20,9 @@ from ..transport.destinations import make_destinations, write_back
 from ..transport.device_copies import ParameterCopies
 from ..transport.tensors import writable_bytes
 from .engine import StepGradients, StepProgress
-from .local_steps import LocalSteps
 from .model_tensors import TrainedModel
 from .pipeline import Pipeline
+from .script_optimizers import LocalSteps
 from .state_transfer import Loading, pull_optimizer_state
 from .torch_state import ParameterStates
 from .unfinished_step import UnfinishedStep

@@ -25,13 +25,11 @@ from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import MEAN
 from ps_protocol.vocabulary import Rank, Round
 
-from ..session.collectives import DONE_TIMEOUT, Group
+from ..session.collectives import DONE_TIMEOUT, BroadcastBuffer, Group, Tally, TallyVector, cut_buckets
 from ..session.session import Session
-from .collective import BroadcastBuffer, Tally, TallyVector, cut_buckets
-from .combined_optimizer import members_of
 from .engine import StepGradients, StepProgress
-from .local_steps import LocalSteps, step_with_gradients
 from .model_tensors import TrainedModel
+from .script_optimizers import LocalSteps, members_of, step_with_gradients
 
 
 class RingEngine:

@@ -26,7 +26,7 @@ from ps_protocol.optimizers import (
     slots_under,
 )
 
-from .combined_optimizer import members_of
+from .script_optimizers import members_of
 
 Groups = Sequence[Mapping[str, Any]]
 

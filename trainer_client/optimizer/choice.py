@@ -16,13 +16,12 @@ from ps_protocol.errors import BadModel, ModelMismatch
 from ps_protocol.optimizers import LOWEST_RANK, HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
-from ..engines.combined_optimizer import CombinedOptimizer, members_of
 from ..engines.engine import StepEngine, StepGradients
 from ..engines.host import HostFollower, HostLeader
-from ..engines.local_steps import LocalSteps, check_outer
 from ..engines.model_tensors import TrainedModel, digest_model, log_names
 from ..engines.pserver import PserverEngine
 from ..engines.ring import RingEngine
+from ..engines.script_optimizers import CombinedOptimizer, LocalSteps, check_outer, members_of
 from ..engines.torch_state import ParameterStates, full_groups, read_state
 from ..session.collectives import Group, choose_device
 from ..session.session import Session

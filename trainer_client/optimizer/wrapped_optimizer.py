@@ -20,8 +20,8 @@ from ps_config.environment import CallError
 from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RING_ADVICE, RULES, HyperParameters, OptimizerSpec, check_optimizer
 
-from ..engines.combined_optimizer import CombinedOptimizer, is_of_torch
 from ..engines.pserver import PserverEngine
+from ..engines.script_optimizers import CombinedOptimizer, is_of_torch
 from ..engines.torch_state import full_groups, plain_number, read_state, write_state
 from ..session.script import hide_frames
 from ..session.session import Session

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from gradpost import RemoteOptimizer, connect
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadInput, BadModel, ContributionConflict, Ended, NonFiniteGradient, Unreachable
-from trainer_client import RemoteOptimizer, connect
 from trainer_client.client.settings import TrainerSettings
-from trainer_client.engines.combined_optimizer import CombinedOptimizer
 from trainer_client.engines.engine import StepGradients
+from trainer_client.engines.script_optimizers import CombinedOptimizer
 from trainer_client.engines.unfinished_step import UnfinishedStep
 from trainer_client.optimizer.choice import check_combination
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer

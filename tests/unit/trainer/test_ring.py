@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_client.engines.collective import PIECE, FlatBucket, Tally, TallyVector
-from trainer_client.session.collectives import address_towards
+from trainer_client.session.collectives import PIECE, FlatBucket, Tally, TallyVector, address_towards
 
 pytestmark = pytest.mark.ring
 

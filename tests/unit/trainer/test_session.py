@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from gradpost import connect
 from ps_config.certificates import CertificateError
 from ps_config.environment import SettingsError
 from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
-from trainer_client import connect
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
 from trainer_client.client.telemetry import TrainerMetrics
