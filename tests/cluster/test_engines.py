@@ -337,17 +337,15 @@ def run_host(cluster: LocalCluster, work: Callable[[Session], None], monkeypatch
     monkeypatch.setattr(hosts, "_reach_store", lambda: store)
     monkeypatch.setattr(hosts, "_numbers", itertools.repeat(0))
 
-    def run(session: Session) -> None:
-        with session:
+    places = [HostPlace(process, 2, process, 2, trainer=0, num_trainers=1) for process in range(2)]
+    monkeypatch.setattr(session_module, "find_place", lambda _: places.pop())
+
+    def run(_: int) -> None:
+        with Session(coordinator=cluster.address) as session:
             work(session)
 
-    sessions = []
-    for process in range(2):
-        place = HostPlace(process, 2, process, 2, trainer=0, num_trainers=1)
-        monkeypatch.setattr(session_module, "find_place", lambda _, place=place: place)
-        sessions.append(Session(coordinator=cluster.address))
-    with ThreadPoolExecutor(len(sessions)) as threads:
-        list(threads.map(run, sessions))
+    with ThreadPoolExecutor(len(places)) as threads:
+        list(threads.map(run, range(len(places))))
 
 
 @pytest.mark.hosts

@@ -177,7 +177,6 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
     device = choose_device(model.parameters)
     if host is None:
         return _start_trainer(session, work, device)
-    host.connect()
     digests = host.gather(digest_model(model, work.optimizer, work.spec, session.client.settings.local_steps, device))
     for process, digest in enumerate(digests):
         if digest != digests[0]:

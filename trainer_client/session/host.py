@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -123,34 +122,35 @@ class Host:
         return f"<Host [process {self.place.process} of {self.place.num_processes}]>"
 
     def join(self, join: Callable[[], TrainerJoined]) -> TrainerJoined:
-        """Join the run with `join` in process 0, or wait until process 0 has. Raises the errors of `join`."""
-        with _reporting_store():
-            key = f"gradpost/host {self.place.trainer}/{self.place.attempt}/session {next(_numbers)}"
-            self._store = PrefixStore(key, _reach_store())
-        if not self.is_leader:
-            answer = self._wait_for("joined", 0)
-            _raise_failure(answer)
-            joined = TrainerJoined.model_validate(answer)
+        """Connect with the other processes, and join the run with `join` in process 0. Raises the errors of `join`.
+
+        Blocks for the other processes, up to 30 minutes, and as long as `join`.
+        """
+        self._connect()
+        if self.is_leader:
+            with self.reporting_failure():
+                joined = join()
+            self.send(**joined.model_dump(mode="json"))
+        else:
+            joined = TrainerJoined.model_validate(self.receive())
             self._client.coordinator.adopt_place(joined, self.place.process)
-            return joined
-        try:
-            joined = join()
-        except GradpostError as error:
-            self._publish("joined", {"failure": error.to_problem()})
-            raise
-        self._publish("joined", joined.model_dump(mode="json"))
+        self._client.at_leave.append(self.control.close)
+        self.control.timeout = timedelta(seconds=joined.round_timeout_seconds)
         return joined
 
     @_reporting_store()
-    def _publish(self, key: str, facts: object) -> None:
-        """Set an entry of torchrun's store, as JSON."""
-        self._store.set(key, json.dumps(facts, default=str))
+    def _connect(self) -> None:
+        key = f"gradpost/host {self.place.trainer}/{self.place.attempt}/session {next(_numbers)}"
+        self._store = PrefixStore(key, _reach_store())
+        self._store.set(f"process {self.place.process}", "")
+        for process in range(self.place.num_processes):
+            self._wait_for(process)
+        self.control = self._make_collectives("control", torch.device("cpu"), timedelta(seconds=START_SECONDS))
 
-    @_reporting_store()
-    def _wait_for(self, key: str, process: int) -> Any:
-        """Return an entry of a process. Blocks until it is set. Raises Ended after 30 minutes, too."""
+    def _wait_for(self, process: int) -> None:
+        """Wait until a process has made the same call. Raises Ended after 30 minutes."""
         begun, was_logged = time.monotonic(), False
-        while not self._store.check([key]):  # `get` would delay an interrupt
+        while not self._store.check([f"process {process}"]):  # `wait` would delay an interrupt
             waited = time.monotonic() - begun
             if waited > START_SECONDS:
                 raise Ended(
@@ -161,31 +161,19 @@ class Host:
                 self._client.log.info(f"waiting for process {process} of this host")
                 was_logged = True
             time.sleep(PAUSE_SECONDS)
-        return json.loads(self._store.get(key))
-
-    # ------------------------------------------------------------------ the groups
-
-    def connect(self) -> None:
-        """Connect with the other processes. Blocks for them, up to 30 minutes."""
-        self._publish(f"process {self.place.process}", "")
-        for process in range(self.place.num_processes):
-            self._wait_for(f"process {process}", process)
-        self.control = self._make_collectives("control", torch.device("cpu"))
 
     def connect_tensors(self, device: torch.device) -> None:
         """Connect with the other processes for tensors on this device, which has the same type in all of them."""
-        self.tensors = self._make_collectives("tensors", device)
+        self.tensors = self._make_collectives("tensors", device, self.control.timeout)
+        self._client.at_leave.append(self.tensors.close)
 
-    def _make_collectives(self, name: str, device: torch.device) -> Collectives:
-        place, timeout = self.place, timedelta(seconds=self._client.joined.round_timeout_seconds)
+    def _make_collectives(self, name: str, device: torch.device, timeout: timedelta) -> Collectives:
         try:
             store = PrefixStore(name, self._store)
-            group = make_group(store, place.process, place.num_processes, device, LOOPBACK, timeout)
+            group = make_group(store, self.place.process, self.place.num_processes, device, LOOPBACK, timeout)
         except RuntimeError as error:
             raise _broken(str(error).partition("\n")[0]) from error
-        collectives = Collectives(group, timeout, _broken)
-        self._client.at_leave.append(collectives.close)
-        return collectives
+        return Collectives(group, timeout, _broken)
 
     # ------------------------------------------------------------------ messages
 
@@ -202,7 +190,8 @@ class Host:
         timeout, self.control.timeout = self.control.timeout, RUN_TIMEOUT
         facts = self.control.exchange(None)
         self.control.timeout = timeout
-        _raise_failure(facts)
+        if "failure" in facts:
+            raise error_from_problem(facts["failure"])
         return facts
 
     @contextlib.contextmanager
@@ -215,11 +204,6 @@ class Host:
             with contextlib.suppress(GradpostError):
                 self.send(failure=reported.to_problem())
             raise
-
-
-def _raise_failure(answer: Any) -> None:
-    if "failure" in answer:
-        raise error_from_problem(answer["failure"])
 
 
 def _broken(reason: str) -> GradpostError:
