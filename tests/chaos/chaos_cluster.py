@@ -184,7 +184,7 @@ class ChaosCluster(LocalCluster):
             child = super().start_pserver(index, **env)
             if former is not None and former.is_running:
                 self.standbys.append(former)
-                self._follows[former] = index
+                self.follows[former] = index
             return child
 
     def exchange(self, index: int, standby: Child) -> None:
