@@ -16,9 +16,8 @@ from services.runtime.logs import configure_logs
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 from trainer_client.client.inspection import ClusterView
 
-from .connection import asking, print_answer
 from .output import EXIT_FAILED, CommandError, count, print_json, print_line, print_rows, whole_file
-from .state_folder import named_root, newest_folder
+from .runs import asking, named_root, newest_folder, print_answer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -111,7 +111,7 @@ def _change_run(
     message: dict[str, Any] | None = None,
     since: Literal["from round", "after round"] = "from round",
 ) -> None:
-    from .connection import print_answer
+    from .runs import print_answer
 
     def show(done: dict[str, Any]) -> None:
         end = " on" if since == "from round" else ""

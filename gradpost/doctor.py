@@ -20,8 +20,8 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.messages import PserverState, PserverStatus
 from ps_protocol.routes import STATE
 
-from .connection import Connection, asking, find_address, find_connection
 from .output import EXIT_FAILED, CommandError, count, print_json, print_line
+from .runs import Connection, asking, find_connection
 
 REACH_SECONDS = 5.0  # for the answer of a pserver
 
@@ -54,7 +54,7 @@ def show_checks(coordinator: str | None, token_file: Path | None, *, strict: boo
 def check_all(coordinator: str | None, token_file: Path | None) -> Iterator[Finding]:
     """Yield the findings; a check that needs what is broken is omitted."""
     try:
-        connection, is_named = find_connection(coordinator, token_file), find_address(coordinator) is not None
+        connection = find_connection(coordinator, token_file)
     except (CommandError, SettingsError) as error:
         yield Finding("settings", "broken", str(error), "unset it, or write it as suggested")
         return
@@ -64,7 +64,7 @@ def check_all(coordinator: str | None, token_file: Path | None) -> Iterator[Find
         with asking(coordinator, token_file) as view:
             status = view.status()
     except (CommandError, SettingsError, GradpostError) as error:
-        yield Finding("coordinator", "broken" if is_named else "skipped", str(error))
+        yield Finding("coordinator", "broken" if connection.is_named else "skipped", str(error))
         return
     yield Finding("coordinator", "ok", f"{connection.address}: run {status.run} is {status.state}")
     with ThreadPoolExecutor() as threads:

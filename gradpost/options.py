@@ -50,7 +50,7 @@ def complete_parameter(ctx: typer.Context) -> list[str]:
     """Return the parameter names of the run that trains; an empty list if the coordinator does not answer in time."""
     from ps_protocol.routes import PARAMETERS
 
-    from .connection import find_connection
+    from .runs import find_connection
 
     try:
         connection = find_connection(ctx.params.get("coordinator"), ctx.params.get("token_file"))

@@ -18,9 +18,8 @@ from ps_protocol.messages import ClusterStatus, PserverHeartbeat
 from ps_protocol.routes import EVENTS, PARAMETERS, STATISTICS
 from trainer_client.client.inspection import READ_SECONDS, ClusterView, Object
 
-from .connection import asking, print_answer
 from .output import CommandError, count, print_line, print_rows, warn, whole_file
-from .state_folder import history_folder, named_root
+from .runs import asking, history_folder, named_root, print_answer
 
 PERIOD_SECONDS = 1.0  # of `events --follow`
 MAX_BINS = 20

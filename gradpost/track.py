@@ -18,9 +18,8 @@ from ps_protocol.vocabulary import Round
 from services.coordinator.history import RunHistory
 from trainer_client.client.inspection import ClusterView, Object
 
-from .connection import asking
 from .output import EXIT_FAILED, CommandError, count, print_line, warn
-from .state_folder import history_folder, named_root
+from .runs import asking, history_folder, named_root
 
 POLL_SECONDS = 2.0
 RECONNECT_SECONDS = 60.0  # for a coordinator that has been reached before

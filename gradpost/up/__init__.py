@@ -20,8 +20,8 @@ from services.runtime.storage import lock_folder
 from trainer_client.testing.processes import use_this_python
 
 from ..output import EXIT_FAILED, CommandError
+from ..runs import history_folder, named_root, new_folder, resume_folder
 from ..settings import read_settings
-from ..state_folder import history_folder, named_root, new_folder, resume_folder
 from .run import LocalRun, UpOptions
 
 EXIT_NOT_EXECUTABLE = 126  # as in shells, env and timeout

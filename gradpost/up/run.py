@@ -28,7 +28,7 @@ from trainer_client.testing import Child, LocalCluster
 from trainer_client.testing.processes import Inherited
 
 from ..output import EXIT_FAILED, count
-from ..state_folder import ADDRESS
+from ..runs import ADDRESS
 from .screen import Screen, describe_end, print_summary, show_progress
 from .standbys import Standbys
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradpost import connection, doctor
+from gradpost import doctor, runs
 from gradpost.doctor import check_all
 from ps_config.environment import PREFIX
 from ps_protocol.errors import TrainerLost
@@ -143,7 +143,7 @@ def test_the_default_coordinator_may_have_the_run_of_another_user(
     heartbeat = STATE.trainers[0].heartbeat.model_copy(update={"script": script})
     state = STATE.model_copy(update={"trainers": (STATE.trainers[0].model_copy(update={"heartbeat": heartbeat}),)})
     with serving({STATUS: state.model_dump_json()}) as url:
-        monkeypatch.setattr(connection, "DEFAULT_COORDINATOR", url)
+        monkeypatch.setattr(runs, "DEFAULT_COORDINATOR", url)
         outcome = run_command("status")
     assert outcome.stdout.startswith("run 5f0c (other): failed, mode sync, round 1,234, 3 parameters, 4,000 bytes\n")
     assert "\ncommand train.py 3\n" in outcome.stdout
@@ -156,7 +156,7 @@ def test_the_default_coordinator_may_have_the_run_of_another_user(
 
 @pytest.fixture
 def no_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "DEFAULT_COORDINATOR", "http://127.0.0.1:1")
+    monkeypatch.setattr(runs, "DEFAULT_COORDINATOR", "http://127.0.0.1:1")
 
 
 @pytest.mark.usefixtures("no_default")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gradpost import state_folder, up
+from gradpost import runs, up
 from gradpost.output import CommandError
-from gradpost.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
+from gradpost.runs import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
 from gradpost.up import choose_port, make_environment, resolve_command, run_up
 from gradpost.up.run import UpOptions
 from ps_config.environment import SETTINGS_FILE_VARIABLE
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 def make_folder(root: Path, minute: int, *, has_begun: bool = True, is_running: bool = False) -> Path:
     """Return the folder of a run that was started in this minute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_folder.time, "strftime", lambda _: f"20261121-10{minute:02}00")
+        patch.setattr(runs.time, "strftime", lambda _: f"20261121-10{minute:02}00")
         path, lock = new_folder(root)
     cluster = make_cluster()
     train(cluster)
