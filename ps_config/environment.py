@@ -55,7 +55,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
     )
     if not unknown:
         return
-    message = "; ".join(_complain(name, KNOWN_VARIABLES, "environment variable") for name in unknown)
+    message = "; ".join(f"unknown environment variable {name}{suggest(name, KNOWN_VARIABLES)}" for name in unknown)
     if "KUBERNETES_SERVICE_HOST" in environ:
         message += " (Kubernetes adds variables named after Services: set enableServiceLinks: false in the pod)"
     raise SettingsError(message)
@@ -74,7 +74,7 @@ def read_settings_file(environ: Mapping[str, str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # tomllib's and the decoder's errors are ValueErrors
         raise SettingsError(f"{SETTINGS_FILE_VARIABLE}={name} cannot be read: {error}") from error
     if unknown := sorted(set(values) - _SETTINGS):
-        raise SettingsError("; ".join(_complain(key, _SETTINGS, f"key in {name}") for key in unknown))
+        raise SettingsError("; ".join(f"unknown key in {name} {key}{suggest(key, _SETTINGS)}" for key in unknown))
     return values
 
 
@@ -99,11 +99,11 @@ def stamp_file(path: Path) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
 
-def _complain(name: str, known: Collection[str], what: str) -> str:
-    """Name the unknown setting and the nearest known one.
+def suggest(name: str, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, if there is one.
 
-    >>> _complain("GRADPOST_COORDINATR", KNOWN_VARIABLES, "environment variable")
-    'unknown environment variable GRADPOST_COORDINATR; did you mean GRADPOST_COORDINATOR?'
+    >>> suggest("GRADPOST_COORDINATR", KNOWN_VARIABLES)
+    '; did you mean GRADPOST_COORDINATOR?'
     """
     near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {what} {name}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"; did you mean {near[0]}?" if near else ""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import ssl
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import structlog
@@ -20,6 +22,7 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
 from ps_config.control_client import GatewayPage, raise_for_problem
+from ps_config.hosts import is_loopback
 from ps_config.process_meter import installed_software, measure_process
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, Unreachable, error_from_problem
@@ -54,6 +57,7 @@ from .settings import TrainerSettings
 from .telemetry import describe_script
 
 RETRY_SECONDS = 0.1
+JOIN_SECONDS = 10.0  # for a coordinator that starts on this machine beside the script
 PLAN_WAIT_SECONDS = 5.0
 LAST_HEARTBEAT_SECONDS = 5.0
 LOCAL = "local"  # the run and the transport of a trainer without a cluster
@@ -172,31 +176,29 @@ class CoordinatorClient:
         """
         if outcome == "done" and self.counted_round > self.round:
             outcome, reason, code = "failed", f"it left in the middle of round {self.counted_round}", None
-        if self._heartbeats is not None:
-            self.stop_heartbeats()
-            self._heartbeats.join(LAST_HEARTBEAT_SECONDS)
-            self._heartbeats = None
-            message = Leave(
-                run=self.joined.run,
-                incarnation=self.joined.incarnation,
-                outcome="done" if outcome == "done" else "failed",
-                round=self.round,
-                attempt=self.news.attempt.number,
-                reason=reason[:2000],
-                code=code,
-            )
-            if outcome != "done":
-                with contextlib.suppress(httpx.TransportError, GradpostError):
-                    self._request("POST", LEAVE.format(rank=self.joined.rank), message)
-                return
-            # The others wait for a trainer that does not report its end, and its loss may end their run.
-            try:
-                self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
-            except Unreachable as error:
-                text = "the coordinator was not notified that this trainer is done, and counts it as lost"
-                self.log.error(f"{text}: {error}")
-            except GradpostError:
-                pass  # the run is over, or continues without it
+        if self._heartbeats is None:
+            return
+        self.stop_heartbeats()
+        self._heartbeats.join(LAST_HEARTBEAT_SECONDS)
+        self._heartbeats = None
+        message = Leave(
+            run=self.joined.run,
+            incarnation=self.joined.incarnation,
+            outcome="done" if outcome == "done" else "failed",
+            round=self.round,
+            attempt=self.news.attempt.number,
+            reason=reason[:2000],
+            code=code,
+        )
+        # The others wait for a trainer that does not report its end, and its loss may end their run.
+        send = self._request_with_retry if outcome == "done" else self._request
+        try:
+            send("POST", LEAVE.format(rank=self.joined.rank), message)
+        except Unreachable as error:
+            text = "the coordinator was not notified that this trainer is done, and counts it as lost"
+            self.log.error(f"{text}: {error}")
+        except (httpx.TransportError, GradpostError):
+            pass  # the run is over, or continues without it
 
     # ------------------------------------------------------------------ heartbeats
 
@@ -287,22 +289,20 @@ class CoordinatorClient:
     ) -> bytes:
         """Repeat a request until the coordinator answers it, and log what the trainer waits for.
 
-        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a quarter of them. An answer that the
-        cluster waits for other processes is repeated without a limit.
+        A coordinator without an answer is tried as `_choose_patience` says, a taken rank for a quarter of
+        `retry_seconds`. An answer that the cluster waits for other processes is repeated without a limit.
         """
-        seconds = self._settings.retry_seconds
-        silence, refusals = Patience(seconds), Patience(seconds / 4)
-        silence.start()
+        silent_since, refusals = time.monotonic(), Patience(self._settings.retry_seconds / 4)
         refusals.start()
         while True:
             try:
                 return self._request(method, path, message, params)
             except httpx.TransportError as error:
-                self._log_silence(error, path, seconds, is_final=silence.note_failure())
+                seconds = self._choose_patience(error, path)
+                self._log_silence(error, path, seconds, is_final=time.monotonic() >= silent_since + seconds)
                 time.sleep(RETRY_SECONDS)
             except GradpostError as error:
-                silence.reset()
-                silence.start()
+                silent_since = time.monotonic()
                 if error.status == 503:  # other processes are on their way
                     refusals.reset()
                 if not error.may_be_retried or refusals.note_failure():
@@ -310,10 +310,21 @@ class CoordinatorClient:
                 self._log_once("waiting", f"waiting: {error.detail}")
                 time.sleep(choose_pause(error, RETRY_SECONDS))
 
+    def _choose_patience(self, error: Exception, path: str) -> float:
+        """Return the seconds for which a coordinator without an answer is tried.
+
+        They are few before the trainer has joined, unless `retry_seconds` is set, if nothing listens on this machine or
+        there is no host of this name: the address is wrong then, or no cluster was started.
+        """
+        given, host = self._settings.retry_seconds, urlsplit(self._coordinator).hostname or ""
+        is_absent = isinstance(error, httpx.ConnectError) and (is_loopback(host) or _is_caused(error, socket.gaierror))
+        is_chosen = path != JOIN_TRAINER or "retry_seconds" in self._settings.model_fields_set
+        return min(given, JOIN_SECONDS) if is_absent and not is_chosen else given
+
     def _log_silence(self, error: Exception, path: str, seconds: float, *, is_final: bool) -> None:
         """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-        if path == JOIN_TRAINER and _is_certificate_refused(error):  # waiting longer changes nothing
+        if path == JOIN_TRAINER and _is_caused(error, ssl.SSLCertVerificationError):  # waiting longer changes nothing
             raise Unreachable(
                 f"the certificate of the coordinator at {self._coordinator} is not trusted ({cause}): set "
                 "GRADPOST_TLS_CA to the authority that signed it, and GRADPOST_COORDINATOR to a name in it"
@@ -399,8 +410,9 @@ class LocalCoordinator(CoordinatorClient):
         )
 
 
-def _is_certificate_refused(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+def _is_caused(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Return whether an error of this kind is the cause of an error."""
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error is not None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import fields
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from ps_config.environment import CallError, SettingsError
+from ps_config.environment import CallError, SettingsError, suggest
 from ps_config.settings import Settings, describe_problem
 from ps_protocol.consistency import Consistency
 from ps_protocol.fence import MAX_TEXT
@@ -125,7 +124,8 @@ class TrainerSettings(Settings):
     retry_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="how long requests to a service that does not answer are repeated",
+        description="how long requests to a service that does not answer are repeated; unless it is set, a script that "
+        "starts waits 10 s for a coordinator on this machine to listen, or for its host name to be known",
     )
     metrics_host: str = Field(
         default="127.0.0.1",
@@ -177,5 +177,4 @@ def _check_names(names: Iterable[str], known: Collection[str], what: str) -> Non
             continue
         if name in _OF_THE_MODE:
             raise CallError(f"{name} is a setting of the coordinator; expect={{{name!r}: …}} checks its value")
-        near = difflib.get_close_matches(name, known, n=1)
-        raise CallError(f"{name} is not {what}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise CallError(f"{name} is not {what}{suggest(name, known)}")

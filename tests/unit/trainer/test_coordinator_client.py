@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx
@@ -147,6 +148,32 @@ def test_a_coordinator_that_cannot_be_reached_is_given_up_with_a_hint(answer: An
             client.join(None)
         assert 0.2 <= time.monotonic() - begun < 2
     assert coordinator.num_requests("trainers") > 2
+
+
+REFUSED, UNKNOWN = httpx.ConnectError("refused"), httpx.ConnectError("unknown host")
+UNKNOWN.__cause__ = socket.gaierror(socket.EAI_NONAME, "unknown host")
+
+
+@pytest.mark.parametrize(
+    ("error", "address", "seconds", "is_given_up"),
+    [
+        (REFUSED, "http://127.0.0.1:7070", None, True),
+        (REFUSED, "http://127.0.0.1:7070", 60, False),
+        (REFUSED, "http://10.0.0.5:7070", None, False),
+        (UNKNOWN, "http://coordinatr:7070", None, True),
+        (UNKNOWN, "http://coordinator:7070", 60, False),
+        (httpx.ReadTimeout(""), "http://127.0.0.1:7070", None, False),
+    ],
+)
+def test_a_script_without_a_cluster_ends_early(
+    monkeypatch, error, address: str, seconds: int | None, is_given_up: bool
+):
+    monkeypatch.setattr(coordinator_client, "JOIN_SECONDS", 0.1)
+    monkeypatch.setenv("GRADPOST_COORDINATOR", address)
+    coordinator = FakeCoordinator(trainers=[*[error] * 100, JOINED])
+    outcome = raises_code("unreachable") if is_given_up else nullcontext()
+    with member(coordinator, joins=False, retry_seconds=seconds) as client, outcome:
+        client.join(None)
 
 
 @pytest.mark.parametrize(("code", "is_repeated"), [("rank_taken", True), ("world_mismatch", False)])
