@@ -15,7 +15,7 @@ from ps_config.environment import CallError
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import RolledBack
 from ps_protocol.fence import Fence
-from ps_protocol.messages import DeclareModel, PlanReady, PserverInfo, RunSummary, TrainerJoined
+from ps_protocol.messages import DeclareModel, PlanReady, PserverInfo, TrainerJoined
 from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
@@ -231,7 +231,3 @@ class RunClient:
         self.io.close()
         if self._metrics_server is not None:
             self._metrics_server.close()
-
-    def summary(self) -> RunSummary:
-        """Return the results of the run, as the services know them."""
-        return self.coordinator.summary()

@@ -135,14 +135,6 @@ class ScriptGuard:
             self.watch.note()
         self._is_noted = True
 
-    @contextmanager
-    def noting_rollback(self) -> Iterator[None]:
-        """Note the values of the parameters if the run goes back within the block."""
-        num_rollbacks = self._engine.progress.num_rollbacks
-        yield
-        if self._engine.progress.num_rollbacks != num_rollbacks:
-            self.note()
-
     def check(self) -> None:
         """Adopt the values that were loaded before the first step. Raises BadModel for other changes by the script."""
         if _identities(self._optimizer) != self._members:

@@ -200,8 +200,10 @@ class RemoteState:
             self._guard.synchronize()
         if self._engine is None:
             return {}
-        with self._guard.noting_rollback():
-            slots = self._engine.pull_optimizer_state(self._names_of(optimizer))
+        num_rollbacks = self._engine.progress.num_rollbacks
+        slots = self._engine.pull_optimizer_state(self._names_of(optimizer))
+        if self._engine.progress.num_rollbacks != num_rollbacks:
+            self._guard.note()
         return write_state(self._spec, full_groups(optimizer), self._names, slots)
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

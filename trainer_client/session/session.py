@@ -127,7 +127,7 @@ class Session:
     def summary(self) -> RunSummary:
         """Return the run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
         self.check_process()
-        return self.client.summary()
+        return self.client.coordinator.summary()
 
     def close(self, outcome: str = "done", reason: str = "", code: str | None = None) -> None:
         """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.

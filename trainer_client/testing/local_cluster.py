@@ -17,7 +17,6 @@ from typing import Any
 from ps_config.certificates import client_files
 from ps_config.environment import PREFIX, find_path, find_setting
 from ps_config.hosts import authority, reachable_host, take_port
-from ps_config.tokens import Scope
 from ps_protocol.messages import ClusterStatus, RunSummary
 from ps_protocol.vocabulary import Rank
 
@@ -194,8 +193,7 @@ class LocalCluster:
     def report_end(self, index: int, service: Child) -> None:
         """Report the end of the process of a pserver, or of a standby of it. Raises GradpostError."""
         if address := self.find_address(service):
-            with self._open_view("admin") as view:
-                view.report_end(index, address)
+            self.view.report_end(index, address)
 
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         logs = {"GRADPOST_LOG_FORMAT": "json", "GRADPOST_LOG_LEVEL": "info"}  # `handle_line` reads them
@@ -296,13 +294,11 @@ class LocalCluster:
         """The inspection API of this cluster."""
         with self._lock:
             if self._view is None:
-                self._view = self._open_view("train")  # for `leave_for`, after a trainer's process has ended
+                environ = {**self._environ, **self._settings}
+                folder = find_path("tokens_dir", environ)
+                token_file = folder and folder / "admin"  # for `report_end`
+                self._view = ClusterView(self.address, tls=client_files(environ), token_file=token_file)
             return self._view
-
-    def _open_view(self, scope: Scope) -> ClusterView:
-        environ = {**self._environ, **self._settings}
-        folder = find_path("tokens_dir", environ)
-        return ClusterView(self.address, tls=client_files(environ), token_file=folder and folder / scope)
 
     def status(self) -> ClusterStatus:
         """Return the status of the cluster."""

@@ -40,7 +40,7 @@ from .pservers import PserverRegistry
 from .record import ClusterRecord
 from .replicas import Replicas
 from .run import LostRounds, Run
-from .status import describe_leader, describe_notice, describe_plan, list_rounds, list_waits
+from .status import describe_leader, describe_notice, list_rounds, list_waits
 
 log = get_logger()
 
@@ -368,8 +368,22 @@ class Cluster:
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
-        has_installed = self.run.installed_members.get(rank) == incarnation and self.run.record.state != "gathering"
-        return describe_plan(self.run, self.pserver_infos, rank) if has_installed else None
+        run, record, pservers = self.run, self.run.record, self.pserver_infos
+        has_installed = run.installed_members.get(rank) == incarnation and record.state != "gathering"
+        if not has_installed or record.plan is None or len(pservers) < record.plan.num_pservers:
+            return None  # the last: one of them was replaced since
+        return PlanReady(
+            run=record.name,
+            attempt=record.attempt,
+            plan=record.plan,
+            digest=record.plan.digest,
+            pservers=pservers,
+            uploader=record.uploader,
+            start=record.membership.starts.get(rank, (record.base_round or 0) + 1),
+            nonfinite=run.nonfinite,
+            rendezvous=record.declaration.rendezvous if record.declaration else None,
+            max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
+        )
 
     @property
     def pserver_infos(self) -> tuple[PserverInfo, ...]:

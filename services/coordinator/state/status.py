@@ -7,9 +7,9 @@ from typing import Any, Literal
 from ps_config.process_meter import installed_software
 from ps_protocol.fields import ProcessFigures
 from ps_protocol.membership import Controls
-from ps_protocol.messages import ClusterStatus, PlanReady, PserverInfo, PserverStatus, TrainerStatus
+from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.standbys import ReportStandby, StandbyStatus
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PserverIndex, Round
 
 from .pservers import PserverRegistry
 from .replicas import Replicas
@@ -96,25 +96,6 @@ def list_rounds(run: Run, registry: PserverRegistry) -> list[Round]:
     if run.settings.consistency.is_ring:
         return [run.highest_round]
     return [member.round for member in registry.members.values()]
-
-
-def describe_plan(run: Run, pservers: tuple[PserverInfo, ...], rank: Rank) -> PlanReady | None:
-    """Return the plan for a trainer that all pservers have installed; None if one of them was replaced since."""
-    record = run.record
-    if record.plan is None or len(pservers) < record.plan.num_pservers:
-        return None
-    return PlanReady(
-        run=record.name,
-        attempt=record.attempt,
-        plan=record.plan,
-        digest=record.plan.digest,
-        pservers=pservers,
-        uploader=record.uploader,
-        start=record.membership.starts.get(rank, (record.base_round or 0) + 1),
-        nonfinite=run.nonfinite,
-        rendezvous=record.declaration.rendezvous if record.declaration else None,
-        max_grad_norm=record.declaration.max_grad_norm if record.declaration else None,
-    )
 
 
 def describe_leader(run: Run, registry: PserverRegistry, report: ReportStandby) -> dict[str, Any]:
