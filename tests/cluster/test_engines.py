@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradpost import Session
 from ps_protocol.errors import ModelMismatch, NonFiniteGradient
 from trainer_client.engines.engine import StepEngine, StepProgress
-from trainer_client.engines.host import HostFollower, HostLeader
+from trainer_client.engines.host import HostEngine
 from trainer_client.engines.pserver import PserverEngine
 from trainer_client.engines.ring import RingEngine
 from trainer_client.session import host as hosts
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.cluster
 class Kind(NamedTuple):
     """A kind of engine and the processes that train with it: two trainers, or two processes of one, or one process."""
 
-    engines: tuple[type[StepEngine], ...]  # of the processes; the last one is that of all others
+    engine: type[StepEngine]  # of each process
     cluster: Mapping[str, Any] | None  # its settings; None: there is no cluster
     arguments: Mapping[str, Any] = {}  # of each RemoteOptimizer
     marks: Collection[pytest.MarkDecorator] = ()
 
     @property
     def is_host(self) -> bool:
-        return self.engines[0] is HostLeader
+        return self.engine is HostEngine
 
     @property
     def is_delayed(self) -> bool:
@@ -49,14 +49,13 @@ class Kind(NamedTuple):
         return "overlap_pulls" in self.arguments or "max_delay" in (self.cluster or {})
 
 
-HOST = (HostLeader, HostFollower)
 KINDS = {
-    "pserver": Kind((PserverEngine,), {}),
-    "pserver, overlapped": Kind((PserverEngine,), {}, {"overlap": True, "overlap_pulls": True}, [pytest.mark.overlap]),
-    "pserver, delayed": Kind((PserverEngine,), {"max_delay": 1}, marks=[pytest.mark.extended]),
-    "ring": Kind((RingEngine,), {"strategy": "ring"}, marks=[pytest.mark.ring]),
-    "host": Kind(HOST, {"trainers": 1}, marks=[pytest.mark.hosts]),
-    "local": Kind((RingEngine,), None),
+    "pserver": Kind(PserverEngine, {}),
+    "pserver, overlapped": Kind(PserverEngine, {}, {"overlap": True, "overlap_pulls": True}, [pytest.mark.overlap]),
+    "pserver, delayed": Kind(PserverEngine, {"max_delay": 1}, marks=[pytest.mark.extended]),
+    "ring": Kind(RingEngine, {"strategy": "ring"}, marks=[pytest.mark.ring]),
+    "host": Kind(HostEngine, {"trainers": 1}, marks=[pytest.mark.hosts]),
+    "local": Kind(RingEngine, None),
 }
 
 
@@ -73,7 +72,8 @@ class Process:
         self.model = nn.ParameterDict({"weight": torch.zeros(200, 200), "bias": torch.zeros(5)})
         self.optimizer = wrap_model(session, self.model, lr=1.0, **{**kind.arguments, **arguments})
         self.engine = self.optimizer._engine
-        assert type(self.engine) is kind.engines[min(session.rank, len(kind.engines) - 1)]
+        assert type(self.engine) is kind.engine
+        self.takes_part = session.host is None or session.host.is_leader  # else process 0 of its host does
         self.is_last = session.rank == session.world_size - 1
         self.mean = (session.world_size + 1) / 2  # of the gradients of value 1
 
@@ -227,7 +227,7 @@ def the_state_of_the_optimizer_is_saved_and_loaded(process: Process) -> None:
     process.step()
     process.assert_values(-1 - process.mean)
     saved = process.optimizer.state_dict()
-    assert bool(saved["state"]) == (type(process.engine) is not HostFollower)
+    assert bool(saved["state"]) == process.takes_part
     for state in saved["state"].values():
         assert state["momentum_buffer"].unique() == 1 + process.mean
 
@@ -276,14 +276,14 @@ def a_trainer_may_have_fewer_steps(process: Process) -> None:
 def close_finishes_the_steps_that_have_begun(process: Process) -> None:
     process.begin(process.gradients())
     process.session.close()
-    if type(process.engine) is not HostFollower:  # process 0 takes the steps of the host
+    if process.takes_part:
         assert process.session.round == 1
     with pytest.raises(RuntimeError, match=r"the session is closed.*call step\(\) before close\(\)"):
         process.optimizer.step()
 
 
 Check = Callable[[Process], None]
-PSERVER = {name for name, kind in KINDS.items() if kind.engines[0] is PserverEngine}
+PSERVER = {name for name, kind in KINDS.items() if kind.engine is PserverEngine}
 HOSTS = {name for name, kind in KINDS.items() if kind.is_host}
 # Each check, and the kinds of engines that have the feature.
 CHECKS: dict[Check, Collection[str]] = {

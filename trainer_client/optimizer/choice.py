@@ -17,7 +17,7 @@ from ps_protocol.optimizers import LOWEST_RANK, HyperParameters, OptimizerSpec
 from ps_protocol.requests import Completion
 
 from ..engines.engine import StepEngine, StepGradients
-from ..engines.host import HostFollower, HostLeader
+from ..engines.host import HostEngine
 from ..engines.model_tensors import TrainedModel, digest_model, log_names
 from ..engines.pserver import PserverEngine
 from ..engines.ring import RingEngine
@@ -185,10 +185,10 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
                 "or local_steps. Run the same script with the same settings in both"
             )
     if not host.is_leader:
-        return StartedEngine(HostFollower(session, host, model, device, work.local), None)
+        return StartedEngine(HostEngine(session, host, model, device, None, work.local), None)
     with host.reporting_failure():
         started = _start_trainer(session, work, device)
-    return started._replace(engine=HostLeader(session, host, model, device, started.engine))
+    return started._replace(engine=HostEngine(session, host, model, device, started.engine, work.local))
 
 
 def _start_trainer(session: Session, work: DividedWork, device: torch.device) -> StartedEngine:
