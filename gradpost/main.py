@@ -9,19 +9,19 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ps_config.environment import SettingsError
-from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import GradpostError
-from ps_protocol.plan import DEFAULT_MIN_BLOCK_SIZE, DEFAULT_PLACEMENT
-from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS, Placement
+from ps_protocol.vocabulary import DEFAULT_PSERVERS, DEFAULT_TRAINERS
 
 from .control import app as control_app
 from .options import Coordinator, Json, SettingsCommand, TokenPath, complete_parameter
 from .output import CommandError, exit_with
+from .plan import plan
+from .tokens import app as tokens_app
 
 app = typer.Typer(
     name="gradpost",
@@ -33,46 +33,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
-def plan(
-    pservers: Annotated[int, typer.Option("--pservers", metavar="M", help="Number of pservers.")],
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE.safetensors", help="The model; only its header is read.")
-    ] = None,
-    param: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:SHAPE[:DTYPE]", help="A parameter, such as w1:10x1000, s: (a scalar) or e:8x4:BF16."
-        ),
-    ] = None,
-    min_block_size: Annotated[
-        int, typer.Option(metavar="N", help="Slice a parameter into at most ceil(elements / N) blocks.")
-    ] = DEFAULT_MIN_BLOCK_SIZE,
-    placement: Annotated[Placement, typer.Option(help="The placement of blocks on pservers.")] = DEFAULT_PLACEMENT,
-    whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show the slice plan of a model: its blocks, and the bytes on each pserver.
-
-    Parameters are planned in the order of the file's data, then of the --param options. A trainer uses the model's
-    order, which a safetensors file does not keep: with round_robin, and for equal sizes with balanced, its placement
-    may differ. The digest is that of a plan without an optimizer.
-
-    Tensors of other dtypes than F32, BF16 and F16 count as buffers, which are not sliced. A file does not distinguish
-    float buffers (running means) from parameters, so they are planned as parameters.
-    """
-    from .plan import show_plan
-
-    show_plan(
-        file,
-        param or [],
-        num_pservers=pservers,
-        min_block_size=min_block_size,
-        placement=placement,
-        slice_parameters=not whole,
-        as_json=as_json,
-    )
-
+app.command()(plan)
 
 serve_app = typer.Typer(
     help="Run one service of a cluster in this process.", rich_markup_mode=None, no_args_is_help=True
@@ -371,41 +332,7 @@ def wandb(
     track_run(coordinator, token_file, "wandb", f"project {project} of W&B", partial(WandbRun, project))
 
 
-token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)
-app.add_typer(token_app, name="token")
-TokensDir = Annotated[
-    Path | None, typer.Option("--dir", metavar="DIR", help="The folder of the tokens [default: GRADPOST_TOKENS_DIR].")
-]
-
-
-@token_app.command("create")
-def create_token(
-    folder: TokensDir = None,
-    scope: Annotated[
-        Literal["read", "train", "admin", "all"], typer.Option(help="The scope to create a token for.")
-    ] = "all",
-    rotate: Annotated[
-        bool, typer.Option("--rotate", help="Replace existing tokens; each stays valid until the next rotation.")
-    ] = False,
-) -> None:
-    """Write random tokens into files that only their owner can read. Existing files are kept without --rotate.
-
-    Services and trainers use new tokens without a restart. To revoke a leaked token immediately, rotate twice.
-    """
-    from .tokens import create_tokens
-
-    create_tokens(folder, SCOPES if scope == "all" else (scope,), rotate=rotate)
-
-
-@token_app.command("show")
-def show_token(
-    folder: TokensDir = None,
-    scope: Annotated[Scope, typer.Option(help="The scope of the token.")] = "read",
-) -> None:
-    """Print the newest token of a scope, for example for curl."""
-    from .tokens import show
-
-    show(folder, scope)
+app.add_typer(tokens_app, name="token")
 
 
 @app.command()

@@ -3,46 +3,64 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ps_protocol.plan import SlicePlan, make_plan
+import typer
+
+from ps_protocol.plan import DEFAULT_MIN_BLOCK_SIZE, DEFAULT_PLACEMENT, SlicePlan, make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec, Placement
 
+from .options import Json
 from .output import CommandError, count, print_json, print_line, print_rows
 
 _PARAM = re.compile(r"(?P<name>.+?):(?P<shape>(?:[0-9]+(?:x[0-9]+)*)?)(?::(?P<dtype>[A-Za-z0-9_]+))?", re.DOTALL)
 
 
-def show_plan(
-    file: Path | None,
-    params: Sequence[str],
-    *,
-    num_pservers: int,
-    min_block_size: int,
-    placement: Placement,
-    slice_parameters: bool,
-    as_json: bool,
+def plan(
+    pservers: Annotated[int, typer.Option("--pservers", metavar="M", help="Number of pservers.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.safetensors", help="The model; only its header is read.")
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:SHAPE[:DTYPE]", help="A parameter, such as w1:10x1000, s: (a scalar) or e:8x4:BF16."
+        ),
+    ] = None,
+    min_block_size: Annotated[
+        int, typer.Option(metavar="N", help="Slice a parameter into at most ceil(elements / N) blocks.")
+    ] = DEFAULT_MIN_BLOCK_SIZE,
+    placement: Annotated[Placement, typer.Option(help="The placement of blocks on pservers.")] = DEFAULT_PLACEMENT,
+    whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Print the plan of a file's tensors and the `--param` texts."""
-    if file is None and not params:
+    """Show the slice plan of a model: its blocks, and the bytes on each pserver.
+
+    Parameters are planned in the order of the file's data, then of the --param options. A trainer uses the model's
+    order, which a safetensors file does not keep: with round_robin, and for equal sizes with balanced, its placement
+    may differ. The digest is that of a plan without an optimizer.
+
+    Tensors of other dtypes than F32, BF16 and F16 count as buffers, which are not sliced. A file does not distinguish
+    float buffers (running means) from parameters, so they are planned as parameters.
+    """
+    if file is None and not param:
         raise CommandError("there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both")
     tensors = [] if file is None else read_tensors(file)
     parameters = [ParameterSpec(*tensor) for tensor in tensors if tensor[2] in PARAMETER_DTYPES]
     buffers = [tensor for tensor in tensors if tensor[2] not in PARAMETER_DTYPES]
-    plan = make_plan(
-        [*parameters, *map(parse_param, params)],
-        num_pservers,
+    made = make_plan(
+        [*parameters, *map(parse_param, param or [])],
+        pservers,
         min_block_size=min_block_size,
         placement=placement,
-        slice_parameters=slice_parameters,
+        slice_parameters=not whole,
         buffers=buffers,
     )
     if as_json:
-        print_json(plan_to_json(plan))
+        print_json(plan_to_json(made))
     else:
-        _print_tables(plan)
+        _print_tables(made)
 
 
 def parse_param(text: str) -> ParameterSpec:

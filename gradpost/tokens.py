@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
 
 from ps_config.environment import SettingsError, find_path
 from ps_config.tokens import PREVIOUS, SCOPES, Scope, TokenPair
@@ -15,23 +17,38 @@ from .output import EXIT_FAILED, CommandError, print_line
 RANDOM_BYTES = 32
 
 
-def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool) -> None:
-    """Write a token for each scope that has none, or with `rotate` for all; print the files, but no token.
+app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)
+Folder = Annotated[
+    Path | None, typer.Option("--dir", metavar="DIR", help="The folder of the tokens [default: GRADPOST_TOKENS_DIR].")
+]
 
-    `admin` is written last: a process that waits for it finds all of them. Raises CommandError for an OSError.
+
+@app.command("create")
+def create_tokens(
+    folder: Folder = None,
+    scope: Annotated[
+        Literal["read", "train", "admin", "all"], typer.Option(help="The scope to create a token for.")
+    ] = "all",
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Replace existing tokens; each stays valid until the next rotation.")
+    ] = False,
+) -> None:
+    """Write random tokens into files that only their owner can read. Existing files are kept without --rotate.
+
+    Services and trainers use new tokens without a restart. To revoke a leaked token immediately, rotate twice.
     """
     folder = _find_folder(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for scope in sorted(scopes, key=SCOPES.index):
-            file = folder / scope
+        for each in SCOPES if scope == "all" else (scope,):  # `admin` last, for which a process may wait
+            file = folder / each
             if not file.exists():
-                _write(file, _make_token(scope))
+                _write(file, _make_token(each))
                 print_line(f"{file}: created")
             elif rotate:
                 # The older one first, so that a valid token exists at any time.
-                _write(file.with_name(scope + PREVIOUS), file.read_text(encoding="ascii").strip())
-                _write(file, _make_token(scope))
+                _write(file.with_name(each + PREVIOUS), file.read_text(encoding="ascii").strip())
+                _write(file, _make_token(each))
                 print_line(f"{file}: replaced; the previous token stays valid until the next rotation")
             else:
                 print_line(f"{file}: kept")
@@ -39,8 +56,11 @@ def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool)
         raise CommandError(f"{error.filename or folder}: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 
-def show(folder: Path | None, scope: Scope) -> None:
-    """Print the newest token of a scope."""
+@app.command("show")
+def show_token(
+    folder: Folder = None, scope: Annotated[Scope, typer.Option(help="The scope of the token.")] = "read"
+) -> None:
+    """Print the newest token of a scope, for example for curl."""
     try:
         newest, *_ = TokenPair(_find_folder(folder) / scope).read()
     except SettingsError as error:

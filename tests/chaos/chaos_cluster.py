@@ -22,7 +22,7 @@ import psutil
 from gradpost.tokens import create_tokens
 from gradpost.up.standbys import Standbys
 from ps_config.control_client import BearerAuth
-from ps_config.tokens import SCOPES, TokenPair
+from ps_config.tokens import TokenPair
 from trainer_client.testing import Child, LocalCluster
 
 from .proxy import Proxy
@@ -130,7 +130,7 @@ class ChaosCluster(LocalCluster):
     def rotate_tokens(self) -> None:
         """Replace the tokens of all processes; the ones before stay valid until the next rotation."""
         with contextlib.redirect_stdout(io.StringIO()):
-            create_tokens(self._tokens, SCOPES, rotate=True)
+            create_tokens(self._tokens, rotate=True)
 
     @contextlib.contextmanager
     def keep_tokens(self, child: Child) -> Iterator[None]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from gradpost import Session
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
-from ps_config.tokens import SCOPES
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority
@@ -68,7 +67,7 @@ def test_blocks_travel_over_unix_sockets() -> None:
 
 
 def test_a_cluster_with_tokens_and_tls_serves_its_trainers_and_no_strangers(tmp_path: Path) -> None:
-    create_tokens(tmp_path / "tokens", SCOPES, rotate=False)
+    create_tokens(tmp_path / "tokens", rotate=False)
     authority = Authority(tmp_path / "authority")
     service, client = authority.issue("service"), authority.issue("client")
     own = {"tls_ca": authority.ca, "tls_client_cert": client.cert, "tls_client_key": client.key}

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from gradpost.tokens import create_tokens
-from ps_config.tokens import SCOPES, Scope
+from ps_config.tokens import Scope
 
 from ..cluster.faulty_run import FaultyRun
 from .browsing import start_browser
@@ -49,7 +49,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def closed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     tokens = tmp_path_factory.mktemp("closed") / "tokens"
-    create_tokens(tokens, SCOPES, rotate=False)
+    create_tokens(tokens, rotate=False)
     # A lease that lets a trainer stand still for a while without being lost.
     with FaultyRun(1_000_000, script=SCRIPT, tokens_dir=tokens, lease_seconds=60) as run:
         run.wait_for_round(5)
