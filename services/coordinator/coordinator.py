@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import copy
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import httpx
 
@@ -68,8 +68,7 @@ class Coordinator(Shell):
             raise StorageFailed(f"{error}; {advice}") from error
         try:
             if self.settings.resume:
-                clock, place = asyncio.get_running_loop().time, self.checkpoints.place
-                await asyncio.to_thread(resume_run, self.cluster, record, self.settings, place, clock)
+                await self._resume(record)
                 await self.persist()  # so that another restart resumes the same run
             elif record is not None:
                 self.cluster.restore(record, self.now())
@@ -79,6 +78,33 @@ class Coordinator(Shell):
             log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
         with contextlib.suppress(NotFound):
             self.history_writer.restore(await asyncio.to_thread(self.history.read, run.name))
+
+    async def _resume(self, record: ClusterRecord | None) -> None:
+        """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
+
+        With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan
+        continues gathering.
+        """
+        cluster, run, place = self.cluster, None if record is None else record.run, self.checkpoints.place
+        if record is not None:
+            cluster.restore_incarnations(record)
+            if run is not None and run.state == "gathering" and run.plan is None:
+                cluster.restore(record, self.now())
+            elif run is not None and _is_on_disks(run, self.settings):
+                cluster.restore(record, self.now(), resume=True)
+                log.info("resuming", run=run.name, attempt=run.attempt)
+                return
+        manifest = cluster.beginning = cluster.beginning or await asyncio.to_thread(_find_beginning, run, place)
+        if manifest is None:
+            log.warning("no run and no checkpoint to resume; a new run begins", place=place.url)
+            return
+        log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
+        controls = manifest.controls
+        if controls.is_paused or controls.rates or controls.frozen:
+            log.warning(
+                "the controls of an administrator stay in effect",
+                is_paused=controls.is_paused, rates=controls.rates, frozen=controls.frozen,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ background
 
@@ -170,40 +196,6 @@ class Coordinator(Shell):
 
 
 # ---------------------------------------------------------------- the state that a coordinator starts with
-
-
-def resume_run(
-    cluster: Cluster,
-    record: ClusterRecord | None,
-    settings: CoordinatorSettings,
-    place: CheckpointStorage,
-    now: Callable[[], float],
-) -> None:
-    """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
-
-    With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan continues
-    gathering. `now` is called when leases begin, since a checkpoint storage may take longer than a lease to list.
-    """
-    run = None if record is None else record.run
-    if record is not None:
-        cluster.restore_incarnations(record)
-        if run is not None and run.state == "gathering" and run.plan is None:
-            cluster.restore(record, now())
-        elif run is not None and _is_on_disks(run, settings):
-            cluster.restore(record, now(), resume=True)
-            log.info("resuming", run=run.name, attempt=run.attempt)
-            return
-    manifest = cluster.beginning = cluster.beginning or _find_beginning(run, place)
-    if manifest is None:
-        log.warning("no run and no checkpoint to resume; a new run begins", place=place.url)
-        return
-    log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
-    controls = manifest.controls
-    if controls.is_paused or controls.rates or controls.frozen:
-        log.warning(
-            "the controls of an administrator stay in effect",
-            is_paused=controls.is_paused, rates=controls.rates, frozen=controls.frozen,
-        )  # fmt: skip
 
 
 def _is_on_disks(run: RunRecord, settings: CoordinatorSettings) -> bool:
