@@ -59,10 +59,9 @@ def add_dashboard_routes(app: FastAPI, kept_runs: str = "") -> None:
     @app.get(DASHBOARD_FILE, include_in_schema=False)
     async def dashboard_file(name: str, request: Request) -> Response:
         """Return a file of the page."""
-        file = await asyncio.to_thread(read_file, name)
-        if file is None:
+        if name not in _NAMES:
             raise NotFound(f"the dashboard has no file {name!r}")
-        return _send(file, request)
+        return _send(await asyncio.to_thread(read_file, name), request)
 
 
 def _send(file: File, request: Request) -> Response:
@@ -95,11 +94,6 @@ class File:
     etag: str
 
 
-def read_file(name: str) -> File | None:
-    """Return a file of the page; None if the page has no such file. The first call takes tenths of a second."""
-    return _read_file(name) if name in _NAMES else None
-
-
 @cache
 def read_page(*, wants_token: bool, kept_runs: str = "") -> File:
     """Return the page. With `wants_token` it sends no request before it has a token; `kept_runs` is for its text."""
@@ -113,7 +107,8 @@ def read_page(*, wants_token: bool, kept_runs: str = "") -> File:
 
 
 @cache
-def _read_file(name: str) -> File:
+def read_file(name: str) -> File:
+    """Return a file of the page. The first call takes tenths of a second."""
     # By the suffix: the system's own table differs for .js, and browsers are strict about it.
     body = _read_charts() if name == CHARTS else (_FOLDER / name).read_bytes()
     return _pack(body, _MEDIA_TYPES[Path(name).suffix])

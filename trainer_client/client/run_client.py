@@ -49,8 +49,9 @@ class RunClient:
         self.results = RoundResults()
         self.steps: list[Started[None]] = []  # that have begun; some may be done
         self.uploader: Rank | None = None  # the trainer that brings the initial values
-        self._run: DeclaredRun | None = None
-        self._pservers: PserverGroup | None = None
+        self.is_declared = False  # True once all trainers have declared the same model, and there is a plan
+        self.run: DeclaredRun
+        self.pservers: PserverGroup
         self.at_leave: list[Callable[[], None]] = []
         self._metrics_server: MetricsServer | None = None
         token = self.settings.sent_token
@@ -70,23 +71,6 @@ class RunClient:
     def joined(self) -> TrainerJoined:
         """The place in the run."""
         return self.coordinator.joined
-
-    @property
-    def is_declared(self) -> bool:
-        """True once all trainers have declared the same model, and there is a plan."""
-        return self._run is not None
-
-    @property
-    def run(self) -> DeclaredRun:
-        """The declared run."""
-        assert self._run is not None, "the model is declared first"
-        return self._run
-
-    @property
-    def pservers(self) -> PserverGroup:
-        """The pservers of the declared run."""
-        assert self._pservers is not None, "the model is declared first"
-        return self._pservers
 
     @property
     def must_upload(self) -> bool:
@@ -131,8 +115,9 @@ class RunClient:
 
     def begin_run(self, run: DeclaredRun, clients: Sequence[PserverClient] = ()) -> None:
         """Adopt the declared run. The follower processes of a host have no clients of pservers."""
-        self._run = run
-        self._pservers = PserverGroup(clients, run, self.coordinator, self.results, self.metrics)
+        self.is_declared = True
+        self.run = run
+        self.pservers = PserverGroup(clients, run, self.coordinator, self.results, self.metrics)
 
     def adopt_results(self, round_: Round, skipped: Collection[Round], grad_norm: float | None) -> None:
         """Adopt the results of a round that this client has not pulled: in a ring, or from a host's leader."""

@@ -74,11 +74,11 @@ async def test_files_are_compressed_and_cached(app: FastAPI) -> None:
 
 
 async def test_other_names_are_not_found_and_not_cached(app: FastAPI) -> None:
-    kept = pages._read_file.cache_info().currsize
+    kept = pages.read_file.cache_info().currsize
     for name in ("files.py", "..%2Ffiles.py", "index.html", "x" * 1000, "%00"):
         reply = await get(app, f"/dashboard/{name}")
         assert (reply.status_code, reply.json()["code"]) == (404, "not_found"), name
-    assert pages._read_file.cache_info().currsize == kept
+    assert pages.read_file.cache_info().currsize == kept
 
 
 def test_the_chart_library_does_not_write_styles() -> None:
