@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import socket
 import ssl
 import sys
@@ -26,7 +27,7 @@ from ps_config.hosts import is_loopback
 from ps_config.process_meter import installed_software, measure_process
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, GradpostError, Unreachable, error_from_problem
-from ps_protocol.fields import Mean, Message
+from ps_protocol.fields import Mean, Message, ScriptInfo
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
@@ -54,7 +55,6 @@ from ..transport.work import Signal
 from .news import Attempt, News
 from .pserver_connection import PserverConnection
 from .settings import TrainerSettings
-from .telemetry import describe_script
 
 RETRY_SECONDS = 0.1
 JOIN_SECONDS = 10.0  # for a coordinator that starts on this machine beside the script
@@ -74,7 +74,8 @@ class CoordinatorClient:
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self.counted_round: Round = 0  # the newest round that pservers may count this trainer in
         self.results: dict[str, float] = {}
-        self.script = describe_script(settings.run_name)
+        command = shlex.join(sys.argv).encode(errors="replace").decode()
+        self.script = ScriptInfo(command=command, run_name=settings.run_name)
         self._means: dict[str, Mean] = {}  # of the values that no answered heartbeat has carried
         self._means_lock = threading.Lock()
         self.news = News()
@@ -249,12 +250,12 @@ class CoordinatorClient:
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training continues without the coordinator.
                 cause = error if isinstance(error, GatewayPage) else type(error).__name__
-                text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}"
-                self._log_once("heartbeats", text)
+                self._log_once(
+                    "heartbeats", f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}"
+                )
             except GradpostError as error:
                 if error.status >= 500 or error.may_be_retried:  # the answer says nothing about the run
-                    text = f"the coordinator at {self._coordinator} refused a heartbeat: {error}"
-                    self._log_once("heartbeats", text)
+                    self._log_once("heartbeats", f"the coordinator at {self._coordinator} refused a heartbeat: {error}")
                 else:
                     self.news.fail(error)
             else:

@@ -146,7 +146,8 @@ class ClusterView:
         try:
             return TypeAdapter(kind).validate_json(self._request("GET", url, timeout=timeout))
         except ValidationError as error:
-            raise _something_else(url) from error
+            advice = "Check the address, any proxy and the installed version"
+            raise Unreachable(f"{url} did not answer as this version of Gradpost. {advice}") from error
 
     @contextmanager
     def _stream(self, url: str, timeout: float, name: str) -> Iterator[httpx.Response]:
@@ -176,9 +177,3 @@ class ClusterView:
             cause = str(error) or type(error).__name__
             raise Unreachable(f"no answer from {origin}: {cause}{hint_at_tls(url, error)}") from error
         return response.content
-
-
-def _something_else(url: str) -> Unreachable:
-    return Unreachable(
-        f"{url} did not answer as this version of Gradpost. Check the address, any proxy and the installed version"
-    )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from ps_config.certificates import TlsFiles, server_context
 from ps_config.hosts import authority, reachable_host
-from ps_protocol.fields import OWN_RESULTS, ScriptInfo
+from ps_protocol.fields import OWN_RESULTS
 
 PERIOD_SECONDS = 1.0  # between two measures
 PAUSE = 200  # times the duration of a measure, which grows with the number of parameters
@@ -161,9 +159,3 @@ class StepMeasures:
             yield
         finally:
             self._waited += perf_counter() - began
-
-
-def describe_script(run_name: str | None) -> ScriptInfo:
-    """Return the command line of this process."""
-    command = shlex.join(sys.argv).encode(errors="replace").decode()
-    return ScriptInfo(command=command, run_name=run_name)

@@ -190,13 +190,6 @@ def _make_client(coordinator: str | None, **arguments: Unpack[TrainerArguments])
     return RunClient(settings), None
 
 
-def open_session() -> Session | None:
-    """Return the session that `connect` made, as long as it is open. Raises RuntimeError if a parent process did."""
-    if _current is not None:
-        _current.check_process()
-    return _current if _current is not None and _current.is_open else None
-
-
 @hide_frames
 def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments]) -> Session:
     """Join the run and return the session; the same open session if called again without arguments.
@@ -221,8 +214,13 @@ def connect(coordinator: str | None = None, **arguments: Unpack[TrainerArguments
 
 
 def use_session(session: Session | None, coordinator: str | None, **arguments: Unpack[TrainerArguments]) -> Session:
-    """Return the given session, the open one, or a new one. Raises TypeError for arguments that come too late."""
-    session = session or open_session()
+    """Return the given session, the open one, or a new one.
+
+    Raises TypeError for arguments that come too late, and RuntimeError if the open one is that of a parent process.
+    """
+    if session is None and _current is not None:
+        _current.check_process()
+        session = _current if _current.is_open else None
     if session is None:
         return connect(coordinator, **arguments)
     if coordinator is not None:
