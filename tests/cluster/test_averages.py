@@ -17,11 +17,12 @@ from .conftest import StartCluster
 from .training import run_all, seeded, step_with, wrap_model, wrap_weight
 
 pytestmark = pytest.mark.cluster
+PAIR = {"min_block_size": 2, "on_trainer_loss": "fail"}
 
 
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: StartCluster) -> LocalCluster:
-    return shared_cluster(min_block_size=2, on_trainer_loss="fail")
+    return shared_cluster(**PAIR)
 
 
 @pytest.mark.extended
@@ -67,7 +68,7 @@ def test_buffers_are_no_part_of_the_norm_and_not_clipped(cluster: LocalCluster) 
 @pytest.mark.parametrize(
     ("settings", "arguments", "margin"),
     [
-        ({}, {"overlap": True, "overlap_pulls": True}, 0.01),
+        (PAIR, {"overlap": True, "overlap_pulls": True}, 0.01),
         ({"mode": "async", "compensation": "dc"}, {}, 1.1),  # the last steps may be those of one trainer
     ],
     ids=str,

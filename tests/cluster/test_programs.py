@@ -34,7 +34,7 @@ HAS_LIBRARIES = all(find_spec(name) is not None for name in ("transformers", "ac
     ("command", "said"),
     [
         ("gan.py --steps 40", r"\d+% of the points are near a centre, and \d of 8 centres have points"),
-        ("reinforce.py --goal 20", r"\d+ episodes, 2\d steps"),
+        pytest.param("reinforce.py --goal 20", r"\d+ episodes, 2\d steps", marks=pytest.mark.extended),
     ],
 )
 def test_two_trainers_run_other_scripts(tmp_path: Path, command: str, said: str) -> None:

@@ -26,15 +26,15 @@ from .up_support import RunningUp, train_script, wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-def replicated(folder: Path) -> FaultyRun:
-    """Return a run with one pserver that lasts for several fail-overs, without many rounds."""
-    return FaultyRun(200, round_seconds=0.05, pservers=1, num_standbys=1, durability="replicated", state_dir=folder)
+def replicated(folder: Path, rounds: int) -> FaultyRun:
+    """Return a run with one pserver that lasts for some fail-overs, without many rounds."""
+    return FaultyRun(rounds, round_seconds=0.1, pservers=1, num_standbys=1, durability="replicated", state_dir=folder)
 
 
 def test_a_pserver_that_is_killed_and_wiped_is_replaced_without_a_loss(tmp_path: Path) -> None:
-    with replicated(tmp_path) as run:
+    with replicated(tmp_path, 40) as run:
         run.wait_for_sync()
-        run.wait_for_round(run.round_of(0) + 10)
+        run.wait_for_round(run.round_of(0) + 3)
         run.kill(run.cluster.pservers[0])
         shutil.rmtree(tmp_path / "pserver-0")
         run.wait_for_incarnation(2)
@@ -42,15 +42,15 @@ def test_a_pserver_that_is_killed_and_wiped_is_replaced_without_a_loss(tmp_path:
 
 
 def test_a_stopped_pserver_follows_its_successor_and_may_be_lost_then(tmp_path: Path) -> None:
-    with replicated(tmp_path) as run:
+    with replicated(tmp_path, 90) as run:
         run.wait_for_sync()
         run.cluster.pservers[0].signal(SIGSTOP)
         run.wait_for_incarnation(2)
-        run.wait_for_round(run.round_of(0) + 10)
+        run.wait_for_round(run.round_of(0) + 3)
         run.cluster.pservers[0].signal(SIGCONT)
         run.wait_for_sync()
         run.kill(run.cluster.pservers[0])
-        run.wait_for_round(run.round_of(0) + 20)
+        run.wait_for_round(run.round_of(0) + 3)
         run.check_results()
 
 
@@ -64,13 +64,13 @@ class Pods(LocalCluster):
 
 def test_a_process_with_an_older_folder_waits_for_the_promoted_one(tmp_path: Path) -> None:
     """Processes 2 and 3 are standbys, which only their indices distinguish. Process 2 replaces pserver 0."""
-    with FaultyRun(500, cluster_type=Pods, standbys=1, checkpoints=tmp_path) as run:
+    with FaultyRun(150, round_seconds=0.1, cluster_type=Pods, standbys=1, checkpoints=tmp_path) as run:
         for index in (2, 3):
             run.cluster.start_pserver(index)
         run.wait_for_sync()
         run.kill(run.cluster.pservers[0])
         run.wait_for_incarnation(2)
-        run.wait_for_round(run.round_of(0) + 20)
+        run.wait_for_round(run.round_of(0) + 3)
         for child in run.cluster.pservers:
             child.signal(SIGKILL)
         for child in run.cluster.pservers:
@@ -83,7 +83,7 @@ def test_a_process_with_an_older_folder_waits_for_the_promoted_one(tmp_path: Pat
         time.sleep(1)
         assert run.round_of(0) == before
         run.cluster.start_pserver(2)
-        run.wait_for_round(before + 20)
+        run.wait_for_round(before + 3)
         run.wait_for_sync()  # the first process follows now
         run.check_results()
         assert not [line for line in run.lines if "the run is rolled back" in line]
@@ -118,7 +118,7 @@ def has_bits(run: FaultyRun, index: int) -> bool:
 
 
 def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
-    with FaultyRun(ENDLESS, local_transport=False, checkpoint_rounds=50, **CLIPPED) as run:
+    with FaultyRun(ENDLESS, round_seconds=0.08, local_transport=False, checkpoint_rounds=50, **CLIPPED) as run:
         first, _ = run.cluster.start_standby(0), run.cluster.start_standby(1)
         for index in (0, 1):
             wait_for_standby(run, index, 1)
@@ -129,11 +129,11 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
         second = run.cluster.start_standby(0)
         run.wait_for_line("replica copied", 2, of="standby of pserver 0")  # after the restart it needed none
         made = run.make_checkpoint()
-        run.wait_for_round(made + 20)
+        run.wait_for_round(made + 5)
         run.cluster.view.roll_back(made)
         run.wait_for_line("replica copied", 2, of="standby of pserver 1")
         for index in (0, 1):
-            wait_for_standby(run, index, run.cluster.view.pserver_state(index).round + 20, attempt=1)
+            wait_for_standby(run, index, run.cluster.view.pserver_state(index).round + 5, attempt=1)
         for child in run.cluster.trainers:
             run.kill(child)
         for index in (0, 1):
@@ -146,7 +146,7 @@ def test_a_standby_catches_up_after_deaths_and_a_rollback() -> None:
 
 
 def test_a_standby_ends_with_the_cluster() -> None:
-    with FaultyRun(500, local_transport=False, exit_when_done=True) as run:
+    with FaultyRun(40, round_seconds=0.1, local_transport=False, exit_when_done=True) as run:
         standby = run.cluster.start_standby(0)
         run.wait_for_line("replica copied")
         run.check_results()
@@ -167,7 +167,7 @@ def is_in_sync(view: ClusterView, incarnation: int) -> bool:
 
 
 def test_up_replaces_a_dead_pserver_and_starts_another_standby(tmp_path: Path) -> None:
-    script = train_script(tmp_path, rounds=100_000, in_each_round="time.sleep(0.01); os.path.exists('stop') and exit()")
+    script = train_script(tmp_path, rounds=100_000, in_each_round="time.sleep(0.2); os.path.exists('stop') and exit()")
     port = free_port()
     arguments = ("--pservers", 1, "--trainers", 1, "--standbys", 1, "--port", port, "--", "python", script)
     with (

@@ -247,7 +247,7 @@ def test_a_trainer_that_steps_itself_begins_again_without_state(
 
 
 @pytest.mark.amp
-def test_a_trainer_of_an_asynchronous_run_skips_alone(own_cluster: StartCluster) -> None:
+def test_a_trainer_of_an_asynchronous_run_skips_alone(shared_cluster: StartCluster) -> None:
     def work(session: Session) -> list[float]:
         weight, optimizer = wrap_weight(session, 4)
         scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -259,11 +259,11 @@ def test_a_trainer_of_an_asynchronous_run_skips_alone(own_cluster: StartCluster)
         assert scaler.get_scale() == 32.0
         return weight.tolist()
 
-    assert run_all(own_cluster(trainers=1, mode="async"), work) == [[-2.0] * 4]
+    assert run_all(shared_cluster(trainers=1, mode="async"), work) == [[-2.0] * 4]
 
 
 @pytest.mark.clip
-def test_a_trainer_of_an_asynchronous_run_clips_its_own_gradient(own_cluster: StartCluster) -> None:
+def test_a_trainer_of_an_asynchronous_run_clips_its_own_gradient(shared_cluster: StartCluster) -> None:
     def train(session: Session | None) -> tuple[dict[str, Tensor], list[float]]:
         model, norms = make_model(), []
         optimizer: Any = torch.optim.AdamW(model.named_parameters(), lr=RATE, fused=True)
@@ -277,7 +277,7 @@ def test_a_trainer_of_an_asynchronous_run_clips_its_own_gradient(own_cluster: St
             norms.append(optimizer.grad_norm if norm is None else norm.item())
         return values(model), norms
 
-    [(found, norms)] = run_all(own_cluster(trainers=1, mode="async"), train)
+    [(found, norms)] = run_all(shared_cluster(trainers=1, mode="async"), train)
     expected, expected_norms = train(None)
     assert_identical(found, expected)
     assert norms == expected_norms
