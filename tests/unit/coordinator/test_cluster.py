@@ -1,14 +1,17 @@
-"""The cluster: registration, the start of a run, losses, one run after another, and the end."""
+"""The cluster: registration, the start of a run, losses, one run after another, the end, and a ring."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from ps_protocol.errors import NotReady, RoundTimeout, StalePserver
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import BadModel, NotReady, RoundTimeout, StalePserver
 from ps_protocol.membership import FrozenRounds, HeldRun
 from services.coordinator.reconcile import make_members_message
+from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.losses import expire_trainers, note_heartbeat
 from services.coordinator.state.pservers import PserverRegistry
@@ -114,15 +117,6 @@ def test_a_pserver_that_registers_again_during_a_run_has_lost_its_shard():
     assert "pserver 1 was restarted" in str(cluster.run.record.failure)
 
 
-def test_leases_are_renewed_when_the_coordinator_could_not_receive_heartbeats():
-    cluster = make_training()
-    cluster.renew_leases(100)
-    cluster.tick(105)
-    assert cluster.run.record.state == "training"
-    cluster.tick(120)
-    assert cluster.run.record.state == "failed"
-
-
 def test_a_heartbeat_reports_a_round_timeout():
     cluster = make_training()
     cluster.pserver_heartbeat(0, beat(run="run0", round_=4, missing=(1,), waiting_seconds=61), 1)  # of an old run
@@ -191,23 +185,6 @@ def test_a_new_trainer_waits_while_a_run_trains():
     assert cluster.join_trainer(joining("0", 0), 1).rank == 0  # a retry of a member
 
 
-@pytest.mark.parametrize("does_leave", [True, False])
-def test_the_next_run_begins_when_all_trainers_have_left_or_expired(does_leave: bool):
-    cluster = make_training()
-    cluster.leave_trainer(0, leaving("failed", reason="no data"), 1)
-    with pytest.raises(NotReady, match="not all of its trainers have left") as caught:
-        cluster.join_trainer(joining("new"), 2)
-    assert caught.value.facts == {"waiting_for": "trainer 1 to leave"}
-    if does_leave:
-        cluster.leave_trainer(1, leaving("failed"), 3)
-    else:
-        cluster.run = expire_trainers(cluster.run, LEASE + 1, LEASE)
-    answer = cluster.join_trainer(joining("new"), LEASE + 1)
-    assert (answer.run, answer.rank, answer.incarnation) == ("run2", 0, 2)
-    assert (cluster.run.record.state, cluster.run.record.failure) == ("gathering", None)
-    assert cluster.waiting_for == ["trainer 0 to declare its model", "trainer 1"]
-
-
 # ---------------------------------------------------------------- exit when done
 
 
@@ -230,3 +207,90 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert (cluster.may_exit(3), cluster.exit_code) == (True, 0)
     with raises_code("run_over"):
         cluster.join_trainer(joining("new"), 3)
+
+
+# ---------------------------------------------------------------------- strategy ring
+
+
+RING = Consistency(strategy="ring")
+
+
+def ring(num_trainers: int = 2) -> Cluster:
+    return make_cluster(num_trainers, num_pservers=0, consistency=RING)
+
+
+def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
+    joined = cluster.join_trainer(joining(str(rank), rank=rank), 0.0)
+    cluster.declare_model(rank, model(joined.incarnation, joined.run, **changes), 0.0)
+
+
+def begin(cluster: Cluster, now: float = 0.0) -> None:
+    for rank in range(cluster.run.settings.num_trainers):
+        declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
+    cluster.start_run_if_complete(now)
+    assert cluster.run.record.plan is not None
+    cluster.run = cluster.run.begin_training(now)
+    cluster.run = cluster.run.finish_change(cluster.run.record.change_number)
+
+
+def waits(
+    cluster: Cluster, rank: int, seconds: float, *, round_: int = 4, now: float = 1.0, is_done: bool = False
+) -> None:
+    message = alive(round_=round_).model_copy(update={"waiting_seconds": seconds, "is_done": is_done})
+    cluster.trainer_heartbeat(rank, message, now)
+
+
+@pytest.mark.ring
+def test_pservers_and_requests_for_them_are_refused() -> None:
+    with raises_code("mode_mismatch") as refused:
+        ring().join_trainer(joining(expects={"strategy": "ps"}), 0.0)
+    assert refused.value.facts == {"expected": {"strategy": "ring"}, "actual": {"strategy": "ps"}}
+    with raises_code("mode_mismatch", match="no pservers"):
+        ring().register_pserver(registration(), 0.0)
+    with raises_code("no_pservers"):
+        ring().require_pservers()
+    make_cluster().require_pservers()
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize(
+    "changes",
+    [{"local_steps": 2}, {"push_type": "int8"}, {"pull_type": "int8"}],
+    ids=str,
+)
+def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadModel, match=f"{next(iter(changes))} would have no effect with strategy ring"):
+        declare(ring(), 0, **changes)
+    declare(ring(), 0, push_type="float32", pull_type="float32", local_steps=0)
+
+
+@pytest.mark.ring
+def test_a_trainer_that_leaves_before_the_others_ends_the_run() -> None:
+    cluster = ring()
+    begin(cluster)
+    cluster.leave_trainer(1, leaving(round=5), 1.0)
+    waits(cluster, 0, 0.5, round_=4)  # in the last round of both, which can complete
+    waits(cluster, 0, 0.0, round_=5)
+    assert cluster.run.record.failure is None
+    waits(cluster, 0, 0.5, round_=5)
+    failure = cluster.run.record.failure
+    assert failure.code == "trainer_left"
+    assert "trainer 1 left before round 6" in failure.detail
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_pservers": 1}, "num_pservers would have no effect with strategy ring"),
+        ({"durability": "log"}, "durability would have no effect"),
+        ({"push_type": "int8", "resume": True}, "push_type, resume would have no effect"),
+        ({"on_trainer_loss": "continue"}, "a ring cannot continue without a trainer"),
+        ({"mode": "async"}, "mode async needs pservers"),
+        ({"max_delay": 1}, "max_delay would have no effect with strategy ring"),
+    ],
+    ids=str,
+)
+def test_settings_of_pservers_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CoordinatorSettings(strategy="ring", **settings)

@@ -28,12 +28,10 @@ from services.coordinator.shell import RecordFile
 from services.coordinator.state.replicas import Replicas
 from services.runtime.metrics import ServiceMetrics
 
-from ...raising import raises_code
 from .coordinating import FakePservers, answering, eventually, training
-from .support import alive, beat, registration
+from .support import alive, beat
 
 APPLIED = 4  # by each pserver and standby
-LONGER = 2.5 * failover.RETRY_SECONDS  # than a fail-over needs that must not happen
 
 
 class FakeProcesses(FakePservers):
@@ -301,24 +299,6 @@ async def test_a_pserver_whose_lease_has_ended_is_replaced_although_it_answers()
         members = {0: replace(registry.members[0], seen_at=seen_at), 1: registry.members[1]}
         cluster.coordinator.cluster.registry = replace(registry, known=members)
         await eventually(cluster.is_replaced)
-
-
-async def test_the_pserver_that_was_replaced_is_superseded() -> None:
-    async with running("s") as cluster:
-        await cluster.join("s")
-        cluster.processes.down.add("0")
-        await cluster.report("s", lost=1)
-        await eventually(cluster.is_replaced)
-        requests = [registration("0", index=0, previous=previous, held=hold(cluster.run, 0)) for previous in (1, 0)]
-        for request in requests:
-            with pytest.raises(TryAgain):  # the standby has not reported that it serves the run
-                await cluster.send(routes.REGISTER_PSERVER, request)
-        await cluster.beat("", incarnation=2)
-        for request in requests:
-            with raises_code("superseded"):
-                await cluster.send(routes.REGISTER_PSERVER, request)
-        with pytest.raises(StalePserver):
-            await cluster.beat("s", "s")
 
 
 async def test_the_answer_to_a_trainer_waits_for_the_successor() -> None:

@@ -1,4 +1,4 @@
-"""The files of the history, and when a coordinator writes them."""
+"""The history of a run at the coordinator: its curves, its events, and the record of its end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,31 @@ import pytest
 from fastapi import FastAPI
 from structlog.testing import capture_logs
 
-from ps_protocol.errors import NotFound
+from ps_protocol.errors import NotFound, TrainerLost
+from ps_protocol.fields import Mean
+from ps_protocol.messages import TrainerHeartbeat
 from services.coordinator import history
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.history import MAX_POINTS, RunHistory
+from services.coordinator.events import MAX_EVENTS, Events
+from services.coordinator.history import MAX_POINTS, Curves, RunHistory
 from services.coordinator.pages import add_history_routes
+from services.coordinator.state.record import Decision
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
 
 from .coordinating import begin, eventually, heartbeat, leave, training
-from .support import alive, make_history_record
+from .support import (
+    LEASE,
+    alive,
+    beat,
+    joining,
+    leaving,
+    list_checkpoints,
+    make_cluster,
+    make_history_record,
+    registration,
+    train,
+)
 
 # ---------------------------------------------------------------- files
 
@@ -124,3 +139,123 @@ async def test_a_run_that_trains_when_the_coordinator_stops_is_written(tmp_path:
         report(coordinator, 0, 3, 2.0)
         assert coordinator.history.entries() == []
     assert [(entry.state, entry.results) for entry in RunHistory(tmp_path).entries()] == [("training", {"loss": 2.0})]
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def reporting(round_: int, *, run: str = "run1", **values: list[float]) -> TrainerHeartbeat:
+    """Return the heartbeat of a trainer that has reported these values."""
+    means = {name: Mean(count=len(all_), value=sum(all_) / len(all_)) for name, all_ in values.items()}
+    newest = {name: all_[-1] for name, all_ in values.items()}
+    return alive(1, run, round_, **newest).model_copy(update={"means": means})
+
+
+def weigh(curve: dict[str, list[float]]) -> float:
+    """Return the sum of all values in a curve of means."""
+    return sum(value * count for value, count in zip(curve["value"], curve["count"], strict=True))
+
+
+def test_a_point_is_the_mean_of_all_reported_values():
+    curves = Curves()
+    curves.add(0, reporting(3, loss=[1.0, 2.0, 6.0]))
+    curves.add(0, reporting(4))  # nothing was reported
+    curves.add(0, reporting(5, loss=[4.0]))
+    curves.add(0, reporting(5, loss=[1.0, 1.0, 2.0]))  # in the same round
+    curves.add(0, reporting(6, loss=[math.nan, 1.0]))
+    found = curves.describe()["curves"]["loss"][0]
+    assert (found["round"], found["count"]) == ([3, 5, 6], [3, 4, 2])
+    assert found["value"][:2] == [3.0, 2.0]
+    assert math.isnan(found["value"][2])
+
+
+def test_a_long_curve_contains_all_values_and_follows_a_rollback():
+    curves = Curves()
+    for round_ in range(3 * MAX_POINTS):
+        curves.add(0, reporting(round_, loss=[float(round_)]))
+    found = curves.describe()["curves"]["loss"][0]
+    assert found["round"] == sorted(set(found["round"]))
+    assert MAX_POINTS / 3 < len(found["round"]) <= MAX_POINTS
+    assert (found["round"][0], found["round"][-1]) == (0, 3 * MAX_POINTS - 1)
+    assert (sum(found["count"]), weigh(found)) == (3 * MAX_POINTS, pytest.approx(sum(range(3 * MAX_POINTS))))
+    curves.add(0, reporting(7, loss=[5.0]))
+    assert curves.describe()["curves"]["loss"][0]["round"] == [r for r in found["round"] if r < 7] + [7]
+    curves.add(1, reporting(1, run="run2", loss=[5.0]))
+    found = curves.describe()["curves"]
+    at = found["loss"][1]["at"]
+    assert found == {"loss": {1: {"round": [1], "at": at, "value": [5.0], "count": [1]}}}
+
+
+def test_curves_are_thinned_out_evenly_on_request():
+    curves = Curves()
+    for round_ in range(101):
+        curves.add(0, reporting(round_, loss=[float(round_)]))
+    thin = curves.describe(5)["curves"]["loss"][0]
+    assert thin["round"] == [0, 25, 50, 75, 100]
+    assert thin["count"] == [1, 25, 25, 25, 25]
+    assert thin["value"] == pytest.approx([0.0, 13.0, 38.0, 63.0, 88.0])
+    assert len(curves.describe(101)["curves"]["loss"][0]["round"]) == 101
+
+
+# ---------------------------------------------------------------------- events
+
+
+def texts(events: Events, after: int = 0) -> list[str]:
+    return [event.text for event in events.after(after)]
+
+
+def test_changes_of_the_cluster_become_events():
+    cluster, events = make_cluster(on_trainer_loss="wait", durability="log"), Events()
+    events.detect_changes(cluster)
+    assert texts(events) == []
+    cluster.register_pserver(registration("0", index=0), 0.0)
+    cluster.join_trainer(joining("1", 1), 0.0)
+    events.detect_changes(cluster)
+    assert texts(events) == ["pserver 0 has registered at http://0:1", "trainer 1 has joined"]
+    events.detect_changes(cluster)
+    assert len(texts(events)) == 2
+    seen = events.newest_id
+    train(cluster)
+    events.detect_changes(cluster)
+    assert texts(events, seen) == [
+        "pserver 1 has registered at http://1:1",
+        "trainer 0 has declared its model",
+        "trainer 1 has declared its model",
+        "run run1 is training",
+    ]
+    seen = events.newest_id
+    cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
+    cluster.pserver_heartbeat(0, beat(run="run1"), LEASE)
+    cluster.tick(LEASE + 1)
+    list_checkpoints(cluster, [40])
+    events.detect_changes(cluster)
+    assert texts(events, seen)[:2] == [
+        "pserver 1 at http://1:1 is silent",
+        "trainer 0 was lost: no heartbeat for 11.0 s (lease 10 s)",
+    ]
+    assert texts(events, seen)[2:] == ["trainer 1 failed: no data", "checkpoint of round 40 is complete"]
+    seen = events.newest_id
+    cluster.run = cluster.run.apply_decision(
+        Decision(1, 40, 0, cluster.run.record.membership, "pserver 0 holds nothing of the run")
+    )
+    cluster.run = cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
+    events.detect_changes(cluster)
+    assert texts(events, seen) == [
+        "run run1 is failed: trainer 1 did not come back",
+        "the run is rolled back and continues after round 40 (attempt 1): pserver 0 holds nothing of the run",
+    ]
+    [failed, _] = events.after(seen)
+    assert (failed.kind, failed.run, failed.facts) == ("run", "run1", {"state": "failed"})
+
+
+def test_ids_go_up_and_the_newest_are_kept():
+    cluster, events = make_cluster(), Events()
+    for number in range(MAX_EVENTS + 5):
+        events.add(cluster, "change", str(number))
+    ids = [event.id for event in events.after(0)]
+    assert ids == sorted(set(ids))
+    assert (len(ids), texts(events)[0]) == (MAX_EVENTS, "5")
+    assert events.after(ids[-2]) == events.after(0)[-1:]
+    for text in ("checkpoint of round 10", "checkpoint of round 20"):
+        events.add(cluster, "checkpoint", text)
+    assert texts(events)[-2:] == [str(MAX_EVENTS + 4), "checkpoint of round 20"]

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, ModelMismatch, NotFound, RunStopped, TrainerLost
+from ps_protocol.errors import BadModel, ModelMismatch, RunStopped, TrainerLost
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.vocabulary import LossPolicy
+from services.coordinator.state.decision import Rollback, decide_rounds, decide_steps
 from services.coordinator.state.joining import declare_model, join_run, start_run
 from services.coordinator.state.losses import (
-    evict_trainer,
     expire_trainers,
     leave_run,
     lose_stuck_trainers,
@@ -148,21 +149,6 @@ def test_deltas_are_refused_where_trainers_do_not_have_the_round_before(
 # ---------------------------------------------------------------- leases and leaving during training
 
 
-def test_a_silent_trainer_ends_the_run_and_is_named():
-    run = training()
-    run = note_heartbeat(run, 1, alive(round_=3, loss=0.5), 8)
-    number = run.record.change_number
-    run = expire_trainers(run, LEASE, LEASE)
-    assert run.record.failure is None
-    run = expire_trainers(run, LEASE + 1.5, LEASE)
-    assert (run.record.state, run.ended_at, run.record.members) == ("failed", LEASE + 1.5, {1: 1})
-    assert isinstance(run.record.failure, TrainerLost)
-    assert str(run.record.failure) == "trainer 0 was lost: no heartbeat for 11.5 s (lease 10 s)"
-    assert run.record.failure.facts == {"ranks": [0]}
-    assert run.record.change_number > number
-    assert (run.reports[1].round, run.reports[1].heartbeat.results) == (3, {"loss": 0.5})
-
-
 def test_a_lost_trainer_that_leaves_as_done_is_done():
     """Leaving is its last request: the heartbeats have ended before."""
     run = training(on_trainer_loss="wait")
@@ -207,15 +193,6 @@ def test_trainers_that_left_early_hold_older_parameters():
     assert replace(run, settings=asynchronous).describe_left_early(10) == ""
 
 
-def test_a_trainer_that_fails_ends_the_run_with_its_reason():
-    run = training()
-    run = leave_run(run, 1, leaving("failed", reason="ValueError: no data"), 4)
-    assert (run.record.state, run.record.is_deserted) == ("failed", False)
-    run = leave_run(run, 0, leaving("failed", reason="TrainerLost: trainer 1 failed"), 5)
-    assert str(run.record.failure) == "trainer 1 failed: ValueError: no data"  # the first failure
-    assert (run.record.is_deserted, run.ended_at) == (True, 4)
-
-
 @pytest.mark.parametrize(("policy", "is_awaited"), [("fail", False), ("wait", True), ("continue", False)])
 def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossPolicy, is_awaited: bool):
     run = training(on_trainer_loss=policy)
@@ -224,15 +201,6 @@ def test_a_trainer_that_was_done_is_lost_if_its_process_fails_then(policy: LossP
     assert (run.record.trainers[0].state, run.record.trainers[0].is_awaited) == ("failed", is_awaited)
     assert run.record.trainers[0].why == "trainer 0 failed: its process failed with exit code 3"
     assert (run.record.failure is not None) == (policy == "fail")
-
-
-def test_an_evicted_trainer_is_not_awaited_and_the_last_one_stays():
-    run = evict_trainer(training(on_trainer_loss="wait"), 1, 5)
-    assert (run.record.trainers[1].state, run.record.trainers[1].was_evicted, awaited(run)) == ("lost", True, [])
-    with raises_code("cannot_evict"):
-        evict_trainer(run, 0, 6)
-    with pytest.raises(NotFound):
-        evict_trainer(run, 1, 6)
 
 
 def test_the_round_before_the_start_of_a_trainer_does_not_count_as_received():
@@ -285,23 +253,6 @@ def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
     assert run.record.awaited == []
 
 
-@pytest.mark.parametrize(("min_trainers", "still_awaited"), [(1, []), (2, [1])])
-def test_a_run_that_continues_waits_until_it_has_its_minimum_of_trainers(min_trainers: int, still_awaited: list[int]):
-    run = training(on_trainer_loss="continue", min_trainers=min_trainers)
-    for rank in (0, 1):
-        run = leave_run(run, rank, leaving("failed"), 1 + rank)
-    assert awaited(run) == ([1] if min_trainers == 1 else [0, 1])
-    run = join_run(run, joining("another process", 0), 3)
-    assert awaited(run) == [1]  # the new process may be busy with imports, or fail in them
-    number = run.record.change_number
-    run = declare_model(run, 0, model(2))
-    assert (awaited(run), run.record.change_number > number) == (still_awaited, True)
-    if not still_awaited:
-        assert run.record.targets == {0: 2}
-        run = expire_trainers(run, 1000, LEASE * 1000)
-        assert run.record.failure is None
-
-
 def test_a_trainer_that_is_lost_before_the_start_returns_if_it_has_not_declared():
     run = declare_model(joined(), 0, model())
     run = expire_trainers(run, LEASE + 1, LEASE)
@@ -310,3 +261,43 @@ def test_a_trainer_that_is_lost_before_the_start_returns_if_it_has_not_declared(
     with raises_code("stale_trainer", match="trainer 0 was lost: no heartbeat"):
         note_heartbeat(run, 0, alive(), LEASE + 2)
     assert join_run(run, joining("again"), LEASE + 2).record.members == {0: 2, 1: 1}
+
+
+# ---------------------------------------------------------------------- decisions
+
+
+TWO = Membership({0: 1, 1: 1})
+
+
+def test_steps_that_a_pserver_has_lost_are_not_repeated():
+    answers = [FrozenRounds(applied=60, opens={0: 31, 1: 30}), FrozenRounds(applied=4, opens={0: 3})]
+    assert decide_steps(TWO, {0: 2, 1: 2}, answers, take_over=[0, 1]).starts == {0: 30, 1: 29}
+    assert decide_steps(TWO, {0: 2}, answers, take_over=[0], max_delay=2).starts == {0: 28}
+
+
+def test_a_start_is_kept_for_pservers_that_are_restored():
+    answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17})]
+    resumed = Membership({0: 1, 1: 1}, starts={0: 5, 1: 9})
+    assert decide_steps(resumed, {0: 1, 1: 2}, answers, take_over=[1]).starts == {0: 5, 1: 17}
+    nothing = [FrozenRounds(applied=0)]
+    assert decide_steps(resumed, {0: 1, 1: 2}, nothing, take_over=[1]).starts == {0: 5, 1: 9}
+
+
+def test_a_round_that_was_applied_without_a_rank_is_not_taken_over_by_it():
+    """Its earlier incarnation was new in the run, and would have begun with the round after."""
+    before = Membership({0: 1, 1: 1, 2: 1}, starts={2: 8}, sets={7: (0, 1)})
+    answers = [FrozenRounds(applied=7, participants={7: (0, 1)}), FrozenRounds(applied=6, complete={7: (0, 1)})]
+    decided = decide_rounds(before, {0: 1, 1: 1, 2: 2}, answers, take_over=[2])
+    assert isinstance(decided, Membership)
+    assert (decided.starts, decided.sets) == ({2: 8}, {7: (0, 1), 8: (0, 1, 2)})
+
+
+def test_without_trainers_all_pservers_end_at_the_same_round():
+    """One pserver has applied round 7 with both trainers, and another one has staged it."""
+    applied = FrozenRounds(applied=7, participants={7: (0, 1)})
+    holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
+    assert decide_rounds(TWO, {}, [applied, holds]) == Membership({}, sets={7: (0, 1)})
+    assert decide_rounds(TWO, {}, [applied, FrozenRounds(applied=6)]) == Rollback(6)
+    assert decide_rounds(TWO, {}, [applied, applied]) == Membership({})
+    counted = FrozenRounds(applied=6, complete={7: (0,)}, counted={7: (0,)})
+    assert decide_rounds(TWO, {}, [counted, counted]) == Membership({}, sets={7: (0,)})
