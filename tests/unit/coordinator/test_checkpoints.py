@@ -22,6 +22,7 @@ from services.coordinator.state.record import Decision
 from services.runtime.checkpoints import (
     all_checkpoints,
     complete_checkpoints,
+    read_manifest,
     round_folder,
 )
 from services.runtime.failpoints import arm_failpoints
@@ -213,6 +214,21 @@ def roll_back(cluster: Cluster, round_: int) -> None:
 
 def found(place: CheckpointStorage) -> list[int]:
     return [manifest.round for manifest in complete_checkpoints(place, "run1")]
+
+
+async def test_a_checkpoint_is_complete_when_all_pservers_have_published_their_shards(cluster, place, manifests):
+    report(cluster, 0, 0)
+    await manifests.complete()
+    assert found(place) == []
+    await complete(manifests, cluster, 0)
+    report(cluster, 0, 4)
+    await manifests.complete()
+    assert found(place) == list(cluster.run.record.checkpoints) == [0]
+    report(cluster, 1, 4)
+    await manifests.complete()
+    assert found(place) == list(cluster.run.record.checkpoints) == [4, 0]
+    manifest = read_manifest(place, "run1", 4)
+    assert [file.pserver for file in manifest.shards] == [0, 1]
 
 
 async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluster, place, manifests):
