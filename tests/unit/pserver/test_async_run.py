@@ -96,18 +96,6 @@ async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
         assert pserver.metric("gradpost_updates_applied_total") == 60 * len(NAMES)
 
 
-async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
-    async with asynchronous(max_queued=1) as pserver:
-        with busy(pserver):
-            await pserver.push(0, 1, ones(1.0, NAMES[:1]))  # one queue is full
-            held = asyncio.ensure_future(pserver.push(1, 1, ones(1.0)))
-            await until(lambda: pserver.metric("gradpost_held_pushes") == 1)
-            assert pserver.metric("gradpost_queued_updates") == 1
-            assert not held.done()
-        assert (await held)["complete"]
-        assert stepped(await pserver.get(1, 1, names=NAMES[1:]), by=1)
-
-
 async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_run, "HOLD_SECONDS", 0.05)
     async with asynchronous(max_queued=1) as pserver:

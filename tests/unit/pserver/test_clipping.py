@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,9 @@ from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.requests import NormAnswer
 
 from ...raising import raises_code
-from .oracle import TorchOracle, assert_same_bits, average
+from .oracle import assert_same_bits
 from .support import (
-    GROUPS,
-    PARAMETERS,
     Bench,
-    assert_equals_oracle,
     bench,
     decode,
     gradients_of,
@@ -50,21 +46,6 @@ async def measure(b: Bench, round_: int = 1, ranks: tuple[int, ...] = (0, 1)) ->
 
 def squares_of(gradients: dict[str, Tensor]) -> float:
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
-
-
-async def test_a_step_is_clipped_by_the_norm_over_all_pservers() -> None:
-    async with bench(**CLIPS) as b:
-        answer = await measure(b)
-        mean = average([gradients_of(0, 1), gradients_of(1, 1)])
-        assert answer.sum_of_squares == pytest.approx(squares_of(mean), rel=1e-12)
-        assert b.run.round == 0  # nothing is stepped before a trainer brings the sum
-        norm = agreed(answer, others=1000.0)
-        values, metadata = decode(await b.get(0, 1, norm=norm))
-        assert metadata["round"] == "1"
-        oracle = TorchOracle("SGD", PARAMETERS, GROUPS, initial_values())
-        coefficient = 0.5 / (math.sqrt(norm.total) + 1e-6)
-        oracle.step({name: gradient * coefficient for name, gradient in mean.items()}, GROUPS)
-        assert_equals_oracle(values, oracle)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from ps_protocol.errors import ContributionConflict, ContributionMissing, Future
 from ps_protocol.membership import Membership
 from ps_protocol.requests import Completion
 from services.pserver.run.clocks import Clocks, Committed
-from services.pserver.run.rounds import Apply, Rounds
 from services.pserver.run.staging import Push
 
 from ...raising import raises_code
 from ...soaking import examples
-from .test_round_interleavings import LAMBDAS
 
 BLOCKS = ("a", "b", "c")
 NUMBERS: list[Any] = [{"lr": 0.1}]
@@ -176,84 +174,3 @@ def test_after_a_restart_a_trainer_may_be_ahead_until_its_first_step() -> None:
         clocks.admit(0, 1, 6)
     with pytest.raises(ContributionMissing):
         clocks.find_missing(0, 5)
-
-
-NUM_TRAINERS = 3
-
-
-class RoundsAhead(RuleBasedStateMachine):
-    """With `max_delay` k, a trainer computes round r on version r - 1 - k at the oldest, and pushes it ahead."""
-
-    @initialize(k=st.sampled_from([0, 1, 3]))
-    def begin(self, k: int) -> None:
-        self.k = k
-        self.rounds: Rounds[str] = Rounds(dict.fromkeys(range(NUM_TRAINERS), 1), k)
-        self.pushed = [0] * NUM_TRAINERS  # newest round of each
-        self.barriers = [0] * NUM_TRAINERS
-        self.got = [0] * NUM_TRAINERS  # newest version of each
-        self.is_applying = False
-        self.applied: list[Apply[str]] = []
-
-    def start(self, apply: Apply[str] | None) -> None:
-        if apply is None:
-            return
-        assert not self.is_applying
-        self.is_applying = True
-        assert apply.round == len(self.applied) + 1
-        assert min(self.barriers) >= apply.round
-        assert [[*c.blocks.values()] for c in apply.contributions] == [
-            [f"round {apply.round} of {rank}"] for rank in range(NUM_TRAINERS)
-        ]
-        self.applied.append(apply)
-
-    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
-    def push(self, rank: int) -> None:
-        round_ = self.pushed[rank] + 1
-        if self.got[rank] < round_ - 1 - self.k:
-            return  # the trainer has to get parameters first
-        assert self.rounds.admit(rank, 1, round_) == "open"
-        self.rounds.stage(rank, round_, Push({"w": f"round {round_} of {rank}"}, Completion(1, LAMBDAS[0])))
-        self.pushed[rank] = round_
-
-    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
-    def push_again(self, rank: int) -> None:
-        round_ = self.pushed[rank]
-        if round_ and self.rounds.admit(rank, 1, round_) == "open":
-            push = Push({"w": f"round {round_} of {rank}"}, Completion(1, LAMBDAS[0]))
-            assert self.rounds.stage(rank, round_, push).num_new == 0
-
-    @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
-    def send_barrier(self, rank: int, again: bool) -> None:
-        round_ = self.barriers[rank] + (0 if again else 1)
-        if 0 < round_ <= self.pushed[rank]:
-            self.barriers[rank] = round_
-            self.start(self.rounds.count_batch_barrier(rank, 1, round_))
-
-    @precondition(lambda self: self.is_applying)
-    @rule()
-    def finish_apply(self) -> None:
-        self.is_applying = False
-        self.start(self.rounds.finish_apply(self.rounds.history_after(self.rounds.applying)))
-
-    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
-    def get(self, rank: int) -> None:
-        if self.got[rank] < self.rounds.applied and self.got[rank] + 1 <= self.barriers[rank]:
-            self.got[rank] = self.rounds.applied if self.k else self.got[rank] + 1
-
-    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
-    def send_too_early(self, rank: int) -> None:
-        with pytest.raises(FutureRound):
-            self.rounds.admit(rank, 1, self.rounds.applied + 1 + self.k + 1)
-
-    @invariant()
-    def nothing_deadlocks(self) -> None:
-        assert self.rounds.applied >= min(self.barriers) or self.is_applying
-
-    @invariant()
-    def no_more_rounds_are_staged_than_may_be(self) -> None:
-        staged = {round_ for round_, _, _ in self.rounds.staged()}
-        assert staged <= {*range(self.rounds.open, self.rounds.open + 1 + self.k)}
-
-
-TestRoundsAhead = RoundsAhead.TestCase
-TestRoundsAhead.settings = settings(max_examples=examples(90), stateful_step_count=60, deadline=None)

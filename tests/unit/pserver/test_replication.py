@@ -19,15 +19,11 @@ from ps_protocol.errors import RunStopped, TrainerLost
 from ps_protocol.membership import Controls, Membership
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.requests import BARRIER_HEADER, VERDICT_HEADER
-from ps_protocol.routes import SHARD_COPY, UPDATES
+from ps_protocol.routes import UPDATES
 from ps_protocol.wire_types import WireTypes
 from services.pserver.app import make_pserver_app
-from services.pserver.durable import update_log
 from services.pserver.durable.records import parse_records
-from services.pserver.durable.storage import replay_update
 from services.pserver.durable.update_log import LoggedUpdate, list_segments
-from services.pserver.shard.shard import Shard
-from services.pserver.shard.shard_state import History, ShardState
 from services.runtime.metrics import ServiceMetrics
 
 from .oracle import make_options
@@ -113,17 +109,6 @@ async def logging(folder: Path, **options: Any) -> AsyncIterator[Bench]:
         yield b
 
 
-async def read_copy(b: Bench) -> tuple[Shard, History, str | None]:
-    """The shard, its history and its chain from a copy."""
-    reader = Reader(b, SHARD_COPY, run="run1", attempt=0)
-    await asyncio.wait_for(reader.task, 10)
-    assert reader.status == 200
-    state, metadata = ShardState.decode(memoryview(reader.body))
-    shard = Shard(b.plan, 0)
-    shard.load_state(state)
-    return shard, History.from_json(metadata["history"]), metadata.get("chain")
-
-
 async def refusal(b: Bench, **query: object) -> tuple[int, str, dict[str, Any]]:
     reader = Reader(b, UPDATES, **{"run": "run1", "attempt": 0, "after": 0, **query})
     await asyncio.wait_for(reader.task, 10)
@@ -174,37 +159,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_copy_and_the_records_behind_it_have_the_bits_of_the_shard(tmp_path: Path, kind: str) -> None:
-    options = {"nonfinite": "skip_round", **KINDS[kind]}
-    async with logging(tmp_path, **options) as b:
-        await play(b, 1, 3)
-        shard, history, chain = await read_copy(b)
-        assert shard.digest() == b.run.shard.digest()
-        updates = Updates(b, shard.version, chain)
-        await play(b, 4, 8)
-        for update, data in await updates.read_until(b.run.shard.version):
-            assert update.round == shard.version + 1
-            replay_update(shard, history, update, data, keep=b.install.consistency.max_delay + 1)
-        assert (shard.version, shard.versions) == (b.run.shard.version, b.run.shard.versions)
-        assert shard.digest() == b.run.shard.digest()
-        assert history == b.run.schedule.copy_history()
-        assert (shard.version, updates.chain) == b.run.storage.log.tail[::3]
-
-
 # ---------------------------------------------------------------------- updates
-
-
-@pytest.mark.parametrize("most", [0, 4096])
-async def test_updates_are_read_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """The answer has one record or several."""
-    monkeypatch.setattr(update_log, "MAX_READ_BYTES", most)
-    async with logging(tmp_path, checkpoint_rounds=4, keep_checkpoints=3) as b:
-        await play_and_write(b, 1, 11)
-        updates = Updates(b)
-        await updates.read_until(11)
-        assert updates.rounds == list(range(1, 12))
-        assert updates.num_requests == 11 if most == 0 else updates.num_requests < 11
 
 
 async def test_a_slow_reader_gets_its_records_while_files_are_reused(tmp_path: Path) -> None:

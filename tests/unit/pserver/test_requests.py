@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from contextlib import ExitStack
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.encodings import Part, QuantisedPart, SparsePart
 from ps_protocol.errors import ContributionConflict, StaleRound
 from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from ps_protocol.wire_types import GROUP, WireTypes
+from ps_protocol.wire_types import WireTypes
 from services.pserver.run.read_pushes import read_blocks
 from services.pserver.run.staging import Push, StagedContribution
 from services.pserver.shard import reply as reply_module
@@ -34,31 +30,6 @@ from services.pserver.shard.reply import Reply
 from services.pserver.waits import WaitingPulls
 
 from ...raising import raises_code
-
-SIZE = 5 * GROUP + 7
-
-
-def quantised() -> tuple[Part, Tensor]:
-    integers = torch.randint(-127, 128, (SIZE,), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    scales = torch.rand(-(-SIZE // GROUP), generator=torch.Generator().manual_seed(1))
-    return QuantisedPart(integers, scales), integers.float() * scales.repeat_interleave(GROUP)[:SIZE]
-
-
-def sparse() -> tuple[Part, Tensor]:
-    indices = torch.arange(3, SIZE, 11, dtype=torch.int32)
-    values = torch.randn(len(indices), generator=torch.Generator().manual_seed(2))
-    return SparsePart(values, indices, SIZE), torch.zeros(SIZE).index_put((indices.long(),), values)
-
-
-@pytest.mark.parametrize("make", [quantised, sparse])
-@given(cuts=st.lists(st.integers(0, SIZE // GROUP).map(GROUP.__mul__), max_size=4))
-def test_ranges_are_those_of_the_whole(make, cuts: list[int]) -> None:
-    part, expected = make()
-    assert part.shape == expected.shape
-    assert torch.equal(part[:], expected)
-    edges = sorted({0, SIZE, *cuts})
-    pieces = [part[begin:end] for begin, end in itertools.pairwise(edges)]
-    assert torch.equal(torch.cat(pieces), expected)
 
 
 def receive(push: str, tensors: dict[str, Tensor], size: int = 1000) -> dict[str, Tensor]:
@@ -211,25 +182,3 @@ async def test_readers_have_a_grace_period_and_are_then_ended(monkeypatch: pytes
     with pytest.raises(StaleRound, match="round 7 is being overwritten"), reply.reading():
         pytest.fail("it is read")
     assert [type(each) for each in ended] == [type(None), asyncio.CancelledError, asyncio.CancelledError]
-
-
-async def test_a_reply_is_revoked_when_its_last_reader_has_ended(monkeypatch):
-    monkeypatch.setattr(reply_module, "GRACE_SECONDS", 0.01)
-    reply, lets_go = make_reply(), asyncio.Event()
-
-    async def cling() -> None:
-        with reply.reading():
-            try:
-                await asyncio.sleep(5)
-            finally:
-                await lets_go.wait()
-
-    reader = asyncio.create_task(cling())
-    await asyncio.sleep(0)
-    calling = asyncio.create_task(reply.revoke())
-    await asyncio.sleep(0.05)
-    assert not calling.done()
-    lets_go.set()
-    await asyncio.wait_for(calling, 5)
-    with pytest.raises(asyncio.CancelledError):
-        await reader

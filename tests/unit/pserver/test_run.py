@@ -34,7 +34,6 @@ from services.pserver.shard import reply as reply_module
 from ...raising import raises_code
 from .support import (
     Bench,
-    Refusal,
     Upload,
     begin_push,
     bench,
@@ -213,35 +212,6 @@ async def test_a_gradient_that_one_trainer_does_not_send_is_named_once(absent: S
         ]
 
 
-async def test_a_second_upload_of_initial_values_changes_nothing():
-    async with bench() as b:
-        reply = await b.play_round(1)
-        digest = await b.digest()
-        await b.upload_initial()
-        assert await b.digest() == digest
-        assert await b.get(0, 1) == reply
-        await unchanged(b, "stale_trainer", b.call("initial", b.fence(1, 0), encode({})))
-        await unchanged(b, "stale_trainer", b.call("initial", b.fence(0, 1), encode({})))
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "dtype", "error"),
-    [
-        ("x.block0", torch.zeros(5), b'"F32"', "unknown_block"),
-        ("p1", torch.zeros(5), b'"F32"', "unknown_block"),
-        ("p1.block0", torch.zeros(1), b'"F32"', "wrong_shape"),
-        ("p1.block0", torch.zeros(1, 5), b'"F32"', "wrong_shape"),
-        ("p1.block0", torch.zeros(5), b'"I32"', "wrong_dtype"),
-        ("mean", torch.zeros(3), b'"F32"', "wrong_shape"),
-        ("mean", torch.zeros(2), b'"I32"', "wrong_dtype"),
-    ],
-)
-async def test_initial_values_that_do_not_fit_are_refused(name, values, dtype, error):
-    async with bench(initial=False, buffers=[("mean", (2,), "F32")]) as b:
-        body = encode({name: values}).replace(b'"F32"', dtype)
-        await unchanged(b, error, b.call("initial", b.fence(0, 0), body))
-
-
 @pytest.mark.parametrize(("endpoint", "num_pieces"), [("push", 1), ("push", 4), ("initial", 4)])
 async def test_a_client_that_goes_away_in_its_body_changes_nothing_and_returns_the_buffer(endpoint, num_pieces):
     async with bench(initial=endpoint == "push") as b:
@@ -292,38 +262,6 @@ async def test_a_sum_that_is_not_finite_fails_the_run_before_it_is_logged(
         assert b.run.failure.code == "non_finite_update"
     async with bench(incarnation=2, **settings) as b:
         assert b.run.round == 0
-
-
-@pytest.mark.parametrize(
-    ("code", "key", "texts"),
-    [
-        (
-            "bad_hyper_parameters",
-            "hyper_parameters",
-            ["null", "[]", "{", "[[]]", "[{}]", '[{"lr": NaN}]', "[" * 100_000],
-        ),
-        ("malformed_frame", "num_blocks", ["-1", "1.0", "", "9" * 10, "٣"]),
-    ],
-)
-async def test_metadata_that_does_not_fit_is_refused(code, key, texts):
-    async with bench() as b:
-        for text in texts:
-            body = encode({}, {**b.completion(), key: text})
-            await unchanged(b, code, b.call("push", b.fence(0, 1), body))
-
-
-async def test_a_long_poll_ends_with_round_pending_that_names_the_missing_trainer():
-    async with bench(3) as b:
-        await b.push(0, 1)
-        await b.push(2, 1)
-        await b.barrier(0, 1)
-        await b.barrier(2, 1)
-        begin = asyncio.get_running_loop().time()
-        refusal = await unchanged(b, "round_pending", b.get(0, 1, wait_seconds=0.05))
-        assert refusal == Refusal("round 1 waits for trainer 1", {"missing": [1], "round": 1})
-        assert asyncio.get_running_loop().time() - begin >= 0.05
-        with pytest.raises(RoundPending):
-            await b.get(2, 1, wait_seconds=0)
 
 
 async def test_round_timeout_names_the_missing_trainer():

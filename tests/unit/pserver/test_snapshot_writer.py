@@ -131,20 +131,6 @@ async def test_without_named_rounds_and_beside_a_storage_that_hangs_the_log_stay
         assert (b.run.round, b.run.shard.digest()) == (30, digest)
 
 
-async def test_complete_checkpoints_of_this_attempt_are_kept(tmp_path: Path):
-    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
-        heartbeat = make_heartbeat(b.pserver)
-        for reply, sent in (
-            (PserverHeartbeatReply(complete=(0,)), heartbeat),
-            (PserverHeartbeatReply(complete=(2,)), heartbeat.model_copy(update={"attempt": 1})),
-        ):
-            b.pserver.handle_heartbeat_reply(reply, sent)
-        for round_ in range(1, 11):
-            await b.play_round(round_)
-            await b.run.writer.wait_for_writes()
-        assert b.run.storage.rounds == [10, 8, 6, 0]
-
-
 async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         await b.play_rounds(1, 3)

@@ -28,20 +28,6 @@ from ..test_replication import KINDS, play, play_and_write
 from .support import Standby, following_bench
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_follower_has_the_bits_of_its_leader(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sync_run, "DIGEST_ROUNDS", 2)
-    async with following_bench(tmp_path, **{"nonfinite": "skip_round", **KINDS[kind]}) as (b, standby):
-        await play(b, 1, 3)
-        await standby.catch_up()
-        await play(b, 4, 8)
-        await standby.catch_up()
-        assert standby.count("copies") == 1
-        assert standby.count("differences") == 0
-
-
 async def test_it_waits_for_initial_values_and_continues_after_lost_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from services.pserver import registration
 from services.pserver.durable import disk, storage, update_log
 from services.pserver.durable.disk import Disk, StateFolder
 from services.pserver.registration import Registration
+from services.pserver.run import sync_run
 from services.pserver.settings import PserverSettings
 
 from ..support import bench, failing, refused, until
@@ -34,10 +35,13 @@ PROMOTED = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
 async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sync_run, "DIGEST_ROUNDS", 2)
     options = {"nonfinite": "skip_round", **KINDS[kind]}
     async with following_bench(tmp_path, **options) as (b, standby):
-        await play(b, 1, 3)
         await standby.catch_up()
+        await play(b, 1, 5)
+        await standby.catch_up()
+        assert (standby.count("copies"), standby.count("differences")) == (1, 0)
         with monkeypatch.context() as patch:
             for owner, name in (
                 (storage, "read_file"),
@@ -50,7 +54,7 @@ async def test_a_promoted_standby_has_the_bits_of_its_leader_and_restores_them(
             other = await promotion.__aenter__()
         replies = []
         for one in (b, other):
-            await play(one, 4, 8)
+            await play(one, 6, 8)
             replies.append(await one.get(0, one.run.round))
         assert other.run.shard.digest() == b.run.shard.digest()
         assert other.run.schedule.copy_history() == b.run.schedule.copy_history()
