@@ -16,7 +16,7 @@ from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
 from trainer_client.testing import LocalCluster
 
-from ..unit.protocol.test_certificates import Authority
+from ..unit.protocol.test_access import Authority
 from .training import (
     assert_identical,
     run_all,

@@ -16,7 +16,7 @@ from gradpost import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..cluster.training import run_trainers
-from ..unit.protocol.test_certificates import Authority
+from ..unit.protocol.test_access import Authority
 from .apps import read_bytes, read_json
 from .conftest import NUM_TRAINERS
 from .markdown import examples, read

@@ -33,7 +33,7 @@ from .stage import run_shell
 OVERVIEW, MODES = read("overview.md"), read("modes.md")
 DILOCO, SCHEDULE, SCALER = (block.text for block in examples(MODES, "python"))
 ON_HOST, PLAN = (block.text for block in examples(MODES, "sh"))
-examples(MODES, "console")  # test_commands.py checks torchrun's options
+examples(MODES, "console")  # test_pages.py checks torchrun's options
 
 
 def test_the_example_of_slicing() -> None:

@@ -41,7 +41,7 @@ FIRST, _, *LOOK = [block.text for block in examples(INSPECTION_TEXT, "sh")]
 [PYTHON] = [block.text for block in examples(INSPECTION_TEXT, "python")]
 TEXT = read("cli.md")
 COMMANDS = "\n".join(block.text for block in examples(TEXT[: TEXT.index("## TensorBoard,")], "sh"))
-examples(section(TEXT, "TensorBoard, MLflow and W&B"), "sh")  # tests/unit/cli/test_tracking.py exports
+examples(section(TEXT, "TensorBoard, MLflow and W&B"), "sh")  # tests/unit/cli/test_export.py exports
 
 
 # ---------------------------------------------------------------- README.md

@@ -12,7 +12,7 @@ import pytest
 from ps_http2.local_sockets import bind_locally
 
 from .http2.shells import PolledOnLoop
-from .protocol.test_certificates import Authority
+from .protocol.test_access import Authority
 
 
 @pytest.fixture

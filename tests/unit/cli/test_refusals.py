@@ -14,7 +14,7 @@ import pytest
 from ps_config.environment import PREFIX
 from ps_protocol.routes import STATUS
 
-from ..protocol.test_certificates import Authority
+from ..protocol.test_access import Authority
 from .conftest import RunCommand, serving
 from .test_status import STATE
 

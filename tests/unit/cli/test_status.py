@@ -26,7 +26,7 @@ from ps_protocol.routes import STATE as STATE_ROUTE
 from ps_protocol.routes import STATUS
 from ps_protocol.standbys import StandbyStatus
 
-from ..protocol.test_tokens import put
+from ..protocol.test_access import put
 from .conftest import RunCommand, serving
 
 STATE = ClusterStatus(

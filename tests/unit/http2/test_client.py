@@ -14,7 +14,7 @@ from ps_http2 import frames
 from ps_http2.client_connection import BODY_EXTENSION, SINK_EXTENSION
 from ps_http2.frames import ErrorCode, pack
 
-from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, serving, until, writing
+from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, serving, writing
 from .support import Collector
 
 # ---------------------------------------------------------------------- requests and responses
@@ -143,31 +143,6 @@ async def test_a_broken_response_is_a_transport_error(answer: list[bytes], clien
             with pytest.raises(httpx.TransportError) as raised:
                 await ask(client, address, **extensions)
             assert str(raised.value.request.url).rstrip("/") == address
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        headers_frame(OK, 2),
-        headers_frame(OK, 3),
-        data_frame(b"x", end_stream=True),
-        pack(frames.PUSH_PROMISE, frames.END_HEADERS, 1, bytes([0, 0, 0, 2])),
-    ],
-    ids=["HEADERS of an even stream", "HEADERS of an idle stream", "DATA first", "PUSH_PROMISE"],
-)
-async def test_a_server_that_breaks_the_protocol_is_disconnected(sent: bytes, client: httpx.AsyncClient) -> None:
-    codes: list[ErrorCode | None] = []
-
-    async def serve(talker: Talker) -> None:
-        await talker.until(RequestReceived)
-        talker.writer.write(sent)
-        codes.append(await talker.end())
-
-    async with serving(serve) as address:
-        with pytest.raises(httpx.ReadError):
-            await ask(client, address)
-        await until(lambda: codes)
-    assert codes == [ErrorCode.PROTOCOL_ERROR]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,9 @@ import asyncio
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +21,7 @@ from ps_http2.frames import ErrorCode, pack
 from ps_http2.local_sockets import bind_locally, connect_locally, local_name
 from ps_http2.polled_client import PolledTransport
 
-from ..protocol.test_certificates import Authority
+from ..protocol.test_access import Authority
 from .shells import PolledOnLoop
 from .sockets import OK, Talker, answering, ask, data_frame, headers_frame, in_turn, secure, serving
 from .support import Collector
@@ -163,27 +160,6 @@ async def test_closing_the_transport_ends_its_requests(
             await asyncio.wait_for(asking, 5)
 
 
-async def test_requests_on_a_replaced_connection_end_with_a_server_that_hangs(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten(monkeypatch, "PING_SECONDS", 0.05)
-    has_left = asyncio.Event()
-
-    async def go_away(talker: Talker) -> None:
-        await talker.until(RequestReceived)
-        talker.writer.write(frames.pack_goaway(1, ErrorCode.NO_ERROR, ""))
-        has_left.set()
-        await asyncio.sleep(5)
-
-    async with serving(in_turn([go_away, answering()])) as address:
-        first = asyncio.create_task(client.get(address))
-        await has_left.wait()
-        await asyncio.sleep(0.02)  # the client receives it
-        assert (await client.get(address)).content == b"fine"
-        with pytest.raises(httpx.ReadError, match="sent nothing"):
-            await asyncio.wait_for(first, 4)
-
-
 # ---------------------------------------------------------------------- a thread that is away between its calls
 
 
@@ -214,15 +190,6 @@ async def test_a_connection_that_ended_meanwhile_is_replaced() -> None:
             has_ended.clear()
 
 
-def test_another_thread_ends_a_wait() -> None:
-    transport = PolledOnLoop().polled
-    begun = time.monotonic()
-    threading.Timer(0.1, transport.wake).start()
-    transport.wait(3.0)
-    assert 0.05 < time.monotonic() - begun < 2.9
-    transport.close()
-
-
 async def test_an_interrupt_while_bytes_move_loses_the_connection() -> None:
     class Interrupted(Collector):
         def feed(self, data: memoryview) -> None:
@@ -238,15 +205,6 @@ async def test_an_interrupt_while_bytes_move_loses_the_connection() -> None:
         assert following.finish().read() == b"fine"
         await shell.aclose()
     assert not connections
-
-
-async def test_an_address_of_an_unknown_family_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(host: str, port: int, **_: Any) -> list[Any]:
-        return [(family, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for family in (99, socket.AF_INET)]
-
-    monkeypatch.setattr(polled_client.socket, "getaddrinfo", resolve)
-    async with serving(answering()) as address, httpx.AsyncClient(transport=PolledOnLoop()) as client:
-        assert (await ask(client, address)).content == b"fine"
 
 
 # ---------------------------------------------------------------------- TLS

@@ -131,20 +131,6 @@ async def test_the_application_receives_the_disconnect_of_its_client(path: bytes
     assert service.ended == ["http.disconnect"]
 
 
-@pytest.mark.parametrize("is_abrupt", [False, True])
-async def test_a_client_may_leave_during_the_response(is_abrupt: bool, service: Served) -> None:
-    async with await service.connect() as caller:
-        number = caller.ask(get(b"/large"))
-        await caller.until(DataReceived, number)
-        if is_abrupt:
-            caller.writer.transport.abort()
-        else:
-            caller.reset(number)
-            assert await caller.status() == 200
-    await until(lambda: service.ended)
-    assert not service.connections[0]._writer.is_in_frame
-
-
 # ---------------------------------------------------------------------- request bodies
 
 

@@ -43,20 +43,6 @@ SEED_MODEL = [ParameterSpec("w1", (10, 1000)), ParameterSpec("w2", (1, 10))]
 
 
 @few
-@given(plan_arguments())
-def test_each_parameter_is_cut_by_the_rule(arguments: dict[str, Any]) -> None:
-    plan = make_plan(**arguments)
-    for spec in plan.parameters:
-        expected = slice_parameter(
-            spec.num_elements,
-            arguments["num_pservers"],
-            min_block_size=arguments["min_block_size"],
-            whole=not arguments["slice_parameters"],
-        )
-        assert [(b.begin, b.end) for b in plan.blocks if b.parameter == spec.name] == expected
-
-
-@few
 @given(plans)
 def test_shards_hold_every_block_once_and_all_bytes(plan: SlicePlan) -> None:
     wire_names = [block.name for block in plan.blocks] + [buffer.name for buffer in plan.buffers]

@@ -1,4 +1,4 @@
-"""Collectives of two processes, which are threads here: facts as JSON, and the ends of waits."""
+"""Collectives of two processes, which are threads here, and the parts of a ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ps_protocol.errors import Ended
-from trainer_client.session.collectives import Collectives, make_group
+from trainer_client.session.collectives import PIECE, Collectives, FlatBucket, address_towards, make_group
 
 CPU = torch.device("cpu")
 LONG = timedelta(seconds=10)
@@ -61,3 +61,23 @@ def test_a_check_or_an_interrupt_ends_a_wait(pair: list[Collectives]) -> None:
     pair[0]._check = interrupt
     assert end_of_wait(pair[0]) == "now"
     assert end_of_wait(pair[0]) == "the connections are closed"
+
+
+# ---------------------------------------------------------------------- the ring
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("url", ["http://127.0.0.1:7070", "https://127.0.0.1", "http://localhost:7070/prefix"])
+def test_a_coordinator_on_this_machine_is_reached_from_loopback(url: str) -> None:
+    assert address_towards(url) in ("127.0.0.1", "::1")
+
+
+@pytest.mark.ring
+@pytest.mark.clip
+@pytest.mark.parametrize("size", [0, 1, PIECE, 2 * PIECE + 3])
+def test_squares_are_summed_in_64_bits(size: int) -> None:
+    bucket = FlatBucket({"a": size}, CPU)
+    bucket.fill({"a": torch.full((size,), 1e30)})  # whose square is infinite in 32
+    total = bucket.sum_of_squares()
+    assert total.dtype == torch.float64
+    assert float(total) == pytest.approx(size * float(torch.tensor(1e30)) ** 2, rel=1e-9)

@@ -19,7 +19,6 @@ from h2.events import DataReceived, RequestReceived, StreamReset
 
 from ps_config.certificates import TlsFiles
 from ps_config.control_client import make_blocking_client
-from ps_config.environment import SettingsError
 from ps_config.tokens import TokenPair
 from ps_http2 import client_connection, polled_client
 from ps_protocol.errors import Unreachable
@@ -32,8 +31,7 @@ from trainer_client.transport.http1 import CHUNK_BYTES
 from trainer_client.transport.work import Work, pause, together
 
 from ..http2.sockets import Talker, serving
-from ..protocol.test_certificates import Authority
-from ..protocol.test_tokens import NEW, OLD, put
+from ..protocol.test_access import NEW, OLD, Authority, put
 from ..runtime.support import Running, Sample, running
 from .driving import THREADS, exchange_on
 
@@ -52,17 +50,6 @@ def exchange(request: pytest.FixtureRequest) -> Iterator[Exchange]:
 
 
 # ---------------------------------------------------------------- work
-
-
-def test_work_waits_for_other_work(exchange: Exchange) -> None:
-    first = exchange.start(pause(0.05))
-
-    def follow() -> Work[str]:
-        while not first.is_done:
-            yield math.inf
-        return "followed"
-
-    assert exchange.run(together([follow(), follow()])) == ["followed"] * 2
 
 
 def test_the_first_error_gives_up_the_other_work(exchange: Exchange) -> None:
@@ -210,14 +197,6 @@ async def test_the_refused_request_is_reset_so_that_its_body_may_change(tmp_path
                 while not talker.of(StreamReset, number):
                     await run(exchange, pause(0.01))
         assert not any(b"x" in event.data for event in talker.of(DataReceived))
-
-
-async def test_without_a_token_file_nothing_is_sent(tmp_path: Path) -> None:
-    service = Service(NEW)
-    async with service.exchanging(tmp_path / "train") as (exchange, url):
-        with pytest.raises(SettingsError, match="there is no token file"):
-            await run(exchange, exchange.send("GET", url, {}))
-    assert service.seen == []
 
 
 # ---------------------------------------------------------------- HTTP/1.1

@@ -52,43 +52,12 @@ def read(frame: Frame, body: bytes) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- flat gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_layout_is_copied_to_the_same_memory_each_time(dtype: torch.dtype) -> None:
-    flattening = Flattening()
-    places = set()
-    for factor in (1, 2, 3):
-        gradient = torch.arange(24, dtype=dtype).mul(factor).view(1, 4, 3, 2)
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
-        flat = flattening.flat("weight", gradient)
-        assert flat.tolist() == [factor * n for n in range(24)]
-        places.add(flat.data_ptr())
-    assert len(places) == 1
-    assert flattening.flat("bias", gradient).data_ptr() not in places
-
-
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(BadModel, match=r"the gradient of 'embedding' is sparse, .* with sparse=False"):
         Flattening().flat("embedding", torch.ones(2, 2).to_sparse())
 
 
 # ---------------------------------------------------------------- buckets
-
-
-@pytest.mark.parametrize("borrow", [False, True])
-def test_a_frame_holds_the_filled_values_and_the_newest_completion(borrow: bool) -> None:
-    sizes = {"w": 10, "large": 50_000, "v": 7, "larger": 60_000}
-    flat = {name: torch.randn(size) for name, size in sizes.items()}
-    shards = make_buckets(plan_of(sizes, 2, min_block_size=5), bucket_bytes=1 << 20)
-    for bucket in (bucket for shard in shards for bucket in shard):
-        for filled, rate in ((flat, 0.1), (flat, 0.2), (flat, 0.2), ({"w": flat["w"]}, 0.2), (flat, 0.2)):
-            bucket.fill(filled, borrow=borrow)
-            completion = Completion(4, [{"lr": rate}])
-            body = b"".join(bucket.frame(completion))
-            frame = parse_frame(body)
-            assert frame.metadata == completion.to_metadata()
-            present = [entry.block for entry in bucket.entries if entry.block.parameter in filled]
-            for block, data in zip(present, read(frame, body).values(), strict=True):
-                assert torch.equal(data, flat[block.parameter][block.begin : block.end])
 
 
 def test_only_borrowed_gradients_are_sent_from_their_own_memory() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.encodings import PIECE, TORCH_DTYPES
-from ps_protocol.errors import Conflict, NormChanged
+from ps_protocol.errors import NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.requests import Pull
 from ps_protocol.vocabulary import Block
@@ -22,7 +22,6 @@ from trainer_client.client.error_feedback import ErrorFeedback, Remainder
 from trainer_client.client.round_results import NormAgreement, finish_rounds
 from trainer_client.transport.work import Work, together
 
-from ...raising import raises_code
 from .driving import drive
 
 Answers = Sequence[ShardNorm | None]
@@ -103,18 +102,6 @@ def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(monkeypat
     with pytest.raises(NormChanged, match="disagree about the trainers"):
         drive(NormAgreement(pservers.ask).bring(0, partial(pservers.get, 0)))
     assert pservers.num_asked == round_results.MAX_ASKED
-
-
-@pytest.mark.clip
-def test_an_error_of_the_run_ends_the_agreement() -> None:
-    pservers = Pservers(norms("a", 1.0))
-
-    def ask() -> Work[Answers]:
-        yield 0.0
-        raise Conflict("it is no member any more", code="stale_trainer")
-
-    with raises_code("stale_trainer"):
-        drive(NormAgreement(ask).bring(0, partial(pservers.get, 0)))
 
 
 class OpenRounds:
@@ -203,13 +190,6 @@ def test_a_gradient_that_is_not_finite_is_pushed_as_such_and_leaves_no_error(kin
     found = encode(kind, gradient, error)
     assert not all(bool(tensor.float().isfinite().all()) for tensor in found)
     assert bool(error.isfinite().all())
-
-
-def test_forget_discards_the_errors() -> None:
-    feedback, block = ErrorFeedback(), Block("w", 0, 0, 4, 0)
-    feedback.of(block, "int8").kept.fill_(3.0)
-    feedback.reset()
-    assert feedback.of(block, "int8").kept.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk"])

@@ -1,25 +1,38 @@
-"""A trainer's settings, what it may report, and how it leaves a run."""
+"""A session: its settings, what it may report, its metrics and log, and the tracebacks of its errors."""
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import httpx
 import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter
 
-from gradpost import connect
-from ps_config.certificates import CertificateError
+import gradpost
+from gradpost import BadInput, GradpostError, NonFiniteGradient, RunStopped, TrainerLost, Unreachable, connect
+from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_config.environment import SettingsError
-from ps_protocol.errors import RoundTimeout
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
+from trainer_client.client.coordinator_client import make_log
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
-from trainer_client.client.telemetry import TrainerMetrics
-from trainer_client.session.script import outcome_of
+from trainer_client.client.telemetry import MetricsServer, TrainerMetrics
+from trainer_client.session.script import hide_frames
 from trainer_client.session.session import Session
+
+from ..protocol.test_access import Authority
 
 # ---------------------------------------------------------------- settings
 
@@ -144,14 +157,158 @@ def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: 
     assert results == {"val/0": 0.25, **dict.fromkeys(session._reported - {"val/0"}, 0.5)}
 
 
+# ---------------------------------------------------------------------- tracebacks
+
+
+Shown = list[tuple[type[BaseException], BaseException, TracebackType | None]]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """The calls of the hook that the script has set."""
+    calls: Shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *call: calls.append(call))
+    return calls
+
+
+@pytest.fixture
+def optimizer() -> Iterator[gradpost.RemoteOptimizer]:
+    """An optimizer whose next step raises NonFiniteGradient."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with gradpost.connect(strategy="local", nonfinite="reject"):
+        optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1))
+        parameter.grad = torch.full((2,), torch.nan)
+        yield optimizer
+
+
+def end_script(error: BaseException) -> None:
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def list_frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_traceback_ends_with_the_line_of_the_script(optimizer: gradpost.RemoteOptimizer, shown: Shown) -> None:
+    before = sys.excepthook
+    with pytest.raises(NonFiniteGradient) as caught:
+        optimizer.step()
+    assert "decorate_context" in list_frames(caught.value)  # a wrapper of torch
+    end_script(caught.value)
+    assert list_frames(caught.value) == ["test_a_traceback_ends_with_the_line_of_the_script"]
+    assert shown == [(NonFiniteGradient, caught.value, caught.value.__traceback__)]
+    assert traceback.format_exception_only(caught.value)[0].startswith("gradpost.NonFiniteGradient: trainer 0 has NaN")
+    assert sys.excepthook is before
+
+
 @pytest.mark.parametrize(
-    ("error", "code"), [(RoundTimeout("trainer 1 is late"), "round_timeout"), (SystemExit(3), None), (None, None)]
+    ("call", "name"),
+    [
+        (lambda _: gradpost.RemoteOptimizer("adam"), "TypeError"),  # type: ignore[arg-type]
+        (lambda optimizer: optimizer.add_param_group({"params": []}), "gradpost.BadModel"),
+        (lambda optimizer: optimizer._wrapped.add_param_group({"params": []}), "gradpost.BadModel"),
+        (lambda optimizer: optimizer._wrapped.step(), "gradpost.BadModel"),
+        (lambda optimizer: optimizer._wrapped.load_state_dict({}), "gradpost.BadModel"),
+        (pickle.dumps, "TypeError"),
+        (lambda _: gradpost.RemoteOptimizer(torch.optim.SGD([torch.ones(1)]), bucket_size=1), "TypeError"),
+    ],
 )
-def test_a_trainer_leaves_with_the_code_of_its_error(
-    error: BaseException | None, code: str | None, session: Any
+def test_calls_that_are_refused_show_no_frames_either(
+    optimizer: gradpost.RemoteOptimizer, shown: Shown, call: Callable[[Any], object], name: str
 ) -> None:
-    sent: list[tuple[Any, ...]] = []
-    coordinator = SimpleNamespace(stop_heartbeats=lambda: None)
-    session.client = SimpleNamespace(coordinator=coordinator, finish=lambda: None, leave=lambda *end: sent.append(end))
-    session.close(*outcome_of(error))
-    assert [end[2] for end in sent] == [code]
+    with pytest.raises(Exception) as caught:
+        call(optimizer)
+    end_script(caught.value)
+    assert {"<lambda>", "test_calls_that_are_refused_show_no_frames_either"} >= {*list_frames(caught.value)}
+    assert traceback.format_exception_only(caught.value)[0].startswith(f"{name}: ")
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_the_cause_of_an_error_is_kept(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADPOST_LOG_LEVEL", level)
+    with pytest.raises(Unreachable) as caught:
+        gradpost.connect(coordinator="localhost:9", retry_seconds=0.1)
+    cause = caught.value.__cause__
+    assert isinstance(cause, httpx.ConnectError)
+    assert (cause.__traceback__ is None, cause.__cause__ is None) == ((level == "info"),) * 2
+    assert ("_request_with_retry" in list_frames(caught.value)) == (level == "debug")
+
+
+@hide_frames
+def fail(error: GradpostError) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "output"),
+    [
+        (TrainerLost("trainer 1 failed: KeyError: 3"), "gradpost: trainer 1 failed: KeyError: 3\n"),
+        (RunStopped("an administrator stopped run a"), "gradpost: an administrator stopped run a\n"),
+        (BadInput("no"), None),
+    ],
+)
+def test_a_script_that_others_have_ended_shows_one_line(
+    error: GradpostError, output: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(2):  # the script catches the first one
+        with pytest.raises(type(error)):
+            fail(error)
+    end_script(error)
+    assert sys.excepthook is sys.__excepthook__
+    shown = capsys.readouterr().err
+    assert shown == output if output else shown.startswith("Traceback (most recent call last):\n")
+
+
+# ---------------------------------------------------------------------- metrics and the log
+
+
+@contextmanager
+def serving(tls: TlsFiles = TlsFiles()) -> Iterator[str]:  # noqa: B008 - frozen
+    """Yield the address of the page."""
+    registry = CollectorRegistry()
+    Counter("steps", "Steps.", registry=registry)
+    server = MetricsServer(registry, "127.0.0.1", 0, tls)
+    try:
+        yield f"{server.address}/metrics"
+    finally:
+        server.close()
+
+
+def test_the_port_needs_no_token_and_is_free_once_it_is_closed() -> None:
+    with serving() as url:
+        assert "steps_total" in httpx.get(url).text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_with_tls_a_reader_needs_a_certificate_and_a_silent_one_blocks_nothing(authority: Authority) -> None:
+    client, files = authority.issue("client"), authority.issue("metrics")
+    with serving(files) as url, socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)):
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=client_context(client), timeout=10) as http:
+            assert "steps_total" in http.get(url).text
+        with httpx.Client(verify=client_context(TlsFiles(client.ca))) as http, pytest.raises(httpx.TransportError):
+            http.get(url)
+
+
+def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Unreachable):
+        RunClient(read_settings(coordinator="http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port)).join()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+# ---------------------------------------------------------------- log
+
+
+def test_text_of_other_trainers_neither_breaks_lines_nor_controls_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    make_log(trainer=0).info("trainer 1 failed: no data\nforged\x1b[2A", error="a\nb")
+    assert terminal.getvalue().count("\n") == 1
+    assert "\x1b[2A" not in terminal.getvalue()

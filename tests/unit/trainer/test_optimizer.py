@@ -1,21 +1,29 @@
-"""Combinations of settings, changes of a model, and gradients after a failed step, which the run would lose."""
+"""A trainer's optimizer: what it refuses, warns of, measures and pushes with its first step."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
 from gradpost import RemoteOptimizer, connect
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadInput, BadModel, ContributionConflict, Ended, NonFiniteGradient, Unreachable
+from ps_protocol.errors import BadInput, BadModel
+from ps_protocol.optimizers import StepState
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client.client.pserver_group import DeclaredRun
 from trainer_client.client.settings import TrainerSettings
-from trainer_client.engines.engine import StepGradients
+from trainer_client.client.telemetry import StepMeasures
+from trainer_client.engines.model_tensors import BufferAverages, stored_tensors
 from trainer_client.engines.script_optimizers import CombinedOptimizer
-from trainer_client.engines.unfinished_step import UnfinishedStep
+from trainer_client.engines.state_transfer import Loading
+from trainer_client.engines.torch_state import ParameterState
 from trainer_client.optimizer.choice import check_combination
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
@@ -124,41 +132,74 @@ def test_a_module_that_is_replaced_after_the_wrap_is_refused() -> None:
 # ---------------------------------------------------------------------- unfinished step
 
 
-def failed(error: BaseException, *, has_several_steps: bool = False) -> UnfinishedStep:
-    """Return the state after a step with the gradient 1.0 failed; the script has changed the gradient since then."""
-    step, gradient = UnfinishedStep(leads_host=False), torch.ones(2)
-    step.contribution = None if has_several_steps else StepGradients({"w": gradient})
-    step.note_failure(error)
-    gradient.fill_(5.0)
-    return step
+# ---------------------------------------------------------------------- the warning of averaged buffers that trainers
 
 
-def allows(step: UnfinishedStep, value: float | None) -> bool:
-    try:
-        step.require_same_gradients(3, {} if value is None else {"w": torch.full((2,), value)}, ["w"])
-    except ContributionConflict:
-        return False
-    return True
+@pytest.mark.parametrize(
+    ("choices", "mean", "expected"),
+    [({}, 2.0, ["warning"]), ({}, 1.0, []), ({"queue": "average"}, 2.0, [])],
+    ids=["other values", "the same values", "chosen"],
+)
+def test_a_buffer_that_trainers_write_differently_is_named_once(
+    choices: dict[str, str], mean: float, expected: list[str]
+) -> None:
+    model = nn.Module()
+    model.register_buffer("queue", torch.zeros(4))
+    model.norm = nn.BatchNorm1d(2)  # whose statistics differ in any case
+    averages = BufferAverages(model, stored_tensors(model, {}), choices)
+    with structlog.testing.capture_logs() as logs:
+        for value in (1.0, 3.0):
+            with torch.no_grad():
+                for buffer in averages.means:
+                    model.get_buffer(buffer).fill_(value)
+            averages.changed_values()
+            for name in averages.means:
+                averages.means[name].fill_(mean * value if name == "queue" else 9.0)
+            averages.warn_of_differences(structlog.get_logger())
+            averages.write_back()
+    assert [entry["log_level"] for entry in logs] == expected
+    assert all("buffers={'queue': 'lowest_rank'}" in entry["event"] for entry in logs)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), Unreachable("pserver 0"), RuntimeError("CUDA")], ids=repr)
-def test_a_step_that_may_have_been_counted_allows_its_own_gradients_only(error: BaseException) -> None:
-    step = failed(error)
-    assert [allows(step, value) for value in (1.0, 2.0, None)] == [True, False, False]
-    step.note_failure(error)  # the repetition failed, too
-    assert not allows(step, 2.0)
-    step.note_pulled()
-    assert allows(step, 2.0)
+# ---------------------------------------------------------------------- the measures of a step
 
 
-@pytest.mark.parametrize("error", [NonFiniteGradient("NaN"), ContributionConflict("another"), Ended("over")], ids=repr)
-def test_a_refused_step_allows_other_gradients(error: BaseException) -> None:
-    assert allows(failed(error), 2.0)
+@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25), None])
+def test_a_step_is_measured_at_most_once_a_second(rate: Any) -> None:
+    gradients = {"large": torch.ones(192), "empty": torch.ones(0)}
+    reported: list[dict[str, float]] = []
+    measures = StepMeasures(reported.append)
+    for _ in range(3):
+        with measures.step(gradients, rate):
+            pass
+    [measured] = reported
+    assert measured["gradpost/gradient_norm"] == pytest.approx(math.sqrt(192))
+    assert measured.get("gradpost/learning_rate") == (None if rate is None else 0.25)
+    assert measured["gradpost/waiting_share"] == 0.0
 
 
-def test_lost_gradients_allow_no_step_until_a_rollback() -> None:
-    step = failed(KeyboardInterrupt(), has_several_steps=True)
-    step.note_pulled()
-    assert not allows(step, 1.0)
-    step.note_rollback()
-    assert allows(step, 2.0)
+# ---------------------------------------------------------------------- optimizer state between torch and pservers: i
+
+
+PLAN = make_plan([ParameterSpec("a", (300,)), ParameterSpec("b", (40_000,)), ParameterSpec("c", (7,))], 2)
+SLOTS = {
+    name: ParameterState(StepState(steps=3), {slot: torch.rand(PLAN.parameter[name].num_elements) for slot in "xy"})
+    for name in ("a", "b")
+}
+
+
+def test_loaded_state_is_pushed_with_the_first_step_until_that_is_pulled() -> None:
+    client = SimpleNamespace(
+        uploader=0, run=DeclaredRun(PLAN), settings=SimpleNamespace(chosen_bucket_bytes=1000),
+        joined=SimpleNamespace(rank=0, consistency=SimpleNamespace(is_async=False)),
+    )  # fmt: skip
+    one = Loading(client, {})  # type: ignore[arg-type]
+    one.load_states(SLOTS.keys(), SLOTS, 0)
+    frames = one.frames_for(1)
+    assert frames
+    assert one.frames_for(2) is None
+    one.note_rollback(0)
+    assert one.frames_for(1) is frames
+    one.note_pulled(1)
+    assert not one.states
+    assert one.frames_for(2) is None
