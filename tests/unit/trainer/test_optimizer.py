@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from types import SimpleNamespace
 from typing import Any, cast
@@ -127,6 +128,21 @@ def test_a_module_that_is_replaced_after_the_wrap_is_refused() -> None:
         model[1] = nn.Linear(8, 2)
         with pytest.raises(BadModel, match=r"'1\.bias' was replaced in the model"):
             optimizer.step()
+
+
+def test_garbage_is_not_collected_while_many_parameters_join() -> None:
+    """Each collection looks at all of them, and finds nothing."""
+    wrapped = torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(3000)], lr=1.0)
+    phases: list[str] = []
+    with connect(strategy="local"):
+        gc.collect()
+        gc.callbacks.append(lambda phase, _: phases.append(phase))
+        try:
+            RemoteOptimizer(wrapped)
+        finally:
+            gc.callbacks.pop()
+    assert phases.count("start") <= 2  # what was put off comes at once
+    assert gc.isenabled()
 
 
 # ---------------------------------------------------------------------- unfinished step
