@@ -58,26 +58,10 @@ sys.stderr.buffer.write(b" and half \xff\nno newline")
     assert lines.lines == ["out", "", "100%", "half and half �", "no newline"]
 
 
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start("raise SystemExit(3)", Lines()).wait(30) == 3
-    child = start("import os; os.kill(os.getpid(), 9)", Lines())
-    assert child.wait(30) == -9
-    assert (child.is_running, child.exit_code) == (False, -9)
-    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("the number may be another group's by now"))
-    child.signal(signal.SIGTERM)
-    assert child.stop() == -9
-
-
 GRANDCHILD = (
     "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
     "print(p.pid, flush=True);"
 )
-
-
-def test_what_a_child_leaves_behind_ends_with_it() -> None:
-    lines = Lines()
-    assert start(GRANDCHILD, lines).wait(30) == 0
-    assert wait_until(lambda: is_gone(int(lines.lines[0])), seconds=20)
 
 
 def test_what_ignores_sigterm_is_killed() -> None:

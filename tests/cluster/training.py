@@ -286,21 +286,6 @@ def train_net(
     return values(model)
 
 
-def start_everywhere(session: Session) -> dict[str, Tensor]:
-    """Return what a model begins with, of which everything, in all kinds of dtypes, was different on each trainer."""
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
-    model[3].requires_grad_(False)
-    model.to(memory_format=torch.channels_last)
-    model.register_buffer("flags", torch.tensor([session.rank == 0, True]))
-    model.register_buffer("brief", torch.full((), float(session.rank), dtype=torch.bfloat16))
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.dtype != torch.bool:
-                tensor.fill_(session.rank + 5)
-    RemoteOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model=model, session=session)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 # ---------------------------------------------------------------------- training_script.py
 
 

@@ -7,14 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from ps_config.environment import KNOWN_VARIABLES
-from ps_config.hosts import reachable_host
-from trainer_client.client.settings import TrainerSettings
-from trainer_client.client.telemetry import MetricsServer, TrainerMetrics
 
 from .conftest import ROOT
 
@@ -79,18 +75,6 @@ def test_nothing_that_is_shipped_opens_a_cluster() -> None:
 @pytest.mark.parametrize("name", ["trainer", "gpu-trainer"])
 def test_a_run_waits_for_as_many_trainers_as_are_started(name: str) -> None:
     assert SERVICES[name]["scale"] == SERVICES["coordinator"]["environment"]["GRADPOST_NUM_TRAINERS"]
-
-
-def test_a_trainer_is_scraped_at_the_address_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in SERVICES["trainer"]["environment"].items():
-        monkeypatch.setenv(key, value)
-    settings = TrainerSettings()
-    server = MetricsServer(TrainerMetrics().registry, settings.metrics_host, 0, settings.server_tls)
-    try:
-        assert httpx.URL(server.address).host == reachable_host("0.0.0.0") != "127.0.0.1"
-        assert "gradpost_trainer_round" in httpx.get(f"{server.address}/metrics").text
-    finally:
-        server.close()
 
 
 def test_each_pserver_has_a_standby_that_may_become_it() -> None:

@@ -91,18 +91,6 @@ def test_the_train_job_fits_kubeflows_models(kind: str) -> None:
     assert parsed.to_dict() == one
 
 
-def test_the_pods_of_the_train_job_are_those_of_the_base() -> None:
-    """They differ in the name of the container, and in the source of rank and number."""
-
-    def trainer_of(overlay: str) -> tuple[Object, Object, list[Object]]:
-        [pod] = [pod for name, pod in pods(overlay) if name == "trainer"]
-        [container] = pod["spec"]["containers"]
-        own = [one for one in container["env"] if one["name"].startswith("GRADPOST_")]
-        return {**pod["spec"], "containers": []}, {**container, "name": "node", "env": []}, own
-
-    assert trainer_of("base") == trainer_of("examples")
-
-
 @every_overlay
 def test_everything_is_in_a_namespace_that_enforces_pod_security_and_holds_no_secret(overlay: str) -> None:
     [namespace] = of_kind(overlay, "Namespace")

@@ -1,15 +1,19 @@
-"""The program: its imports, errors, interruption and files, and the settings of `gradpost serve`."""
+"""The program: its imports, errors, interruption and files, the settings of `serve`, tokens and completion."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
+import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,12 +21,16 @@ import pytest
 from gradpost import main
 from gradpost.output import CommandError, whole_file
 from gradpost.settings import Role, settings_class
-from ps_config.environment import SettingsError
+from ps_config.environment import PREFIX, SettingsError
+from ps_config.tokens import SCOPES, TokenFolder
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
+from ps_protocol.routes import PARAMETERS, STATUS
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.settings import ServiceSettings
 
-from .conftest import ROOT, RunCommand, run_process
+from ..protocol.test_access import Authority
+from .conftest import ROOT, RunCommand, run_process, serving
+from .test_status import STATE
 
 HEAVY = "torch numpy fastapi uvicorn httpx safetensors prometheus_client structlog services trainer_client"
 
@@ -155,3 +163,208 @@ def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role
     assert f"Usage: gradpost serve {role} [OPTIONS]" in outcome.stdout
     assert "[default: 127.0.0.1]" in " ".join(outcome.stdout.split())
     assert "auto|console|json" in outcome.stdout
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+# Files of the folder in which the commands run: a text, settings, a truncated model, certificates and a token.
+WHOLE = b'\x40\0\0\0\0\0\0\0{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+FOREIGN = "did not answer as this version of Gradpost. Check the address, any proxy and the installed version"
+UP = "-- python train.py"
+
+SERVERS: dict[str, tuple[dict[str, str], int]] = {
+    "CLUSTER": ({STATUS: STATE.model_dump_json()}, 200),
+    "EMPTY": ({}, 200),
+    "PROXY": ({STATUS: "<html>"}, 502),
+    "PAGE": ({STATUS: "<html>"}, 200),
+    "OTHER": ({STATUS: '{"run": "5f0c"}'}, 200),
+}
+
+REFUSED: dict[str, tuple[int, str | list[str]]] = {
+    # usage
+    "frobnicate": (2, "Error: No such command 'frobnicate'"),
+    "plan --frobnicate": (2, "Error: No such option: --frobnicate"),
+    "plan --pservers two": (2, "Error: Invalid value for '--pservers'"),
+    "plan": (2, "Error: Missing option '--pservers'"),
+    f"up --pserver 2 {UP}": (2, "Error: No such option: --pserver"),
+    "serve coordinator --coordinator x": (2, "Error: No such option: --coordinator"),
+    # settings
+    f"up --round-timeout -1 --no-resume --mode x {UP}": (2, [
+        "--mode: input should be 'sync', 'async' or 'ssp', not 'x'",
+        "--round-timeout-seconds: input should be greater than 0, not '-1'",
+    ]),
+    f"TLS_CA=absent.pem up {UP}": (2, "the TLS file absent.pem cannot be read: No such file or directory"),
+    "serve coordinator --port 70000 --num-trainers 0": (2, [
+        "--port: input should be less than or equal to 65535, not '70000'",
+        "--num-trainers: input should be greater than or equal to 1, not '0'",
+    ]),
+    "serve coordinator --log-format xml": (2, "--log-format: input should be 'auto', 'console' or 'json', not 'xml'"),
+    "LEASE_SECONDS=soon serve coordinator": (
+        2, "GRADPOST_LEASE_SECONDS: input should be a valid number, unable to parse string as a number, not 'soon'"),
+    "serve coordinator --tls-cert one.pem": (2, "tls_cert and tls_key go together: give both or neither"),
+    "PROT=1 serve coordinator --port x": (
+        2, "unknown environment variable GRADPOST_PROT; did you mean GRADPOST_PORT?"),
+    "SETTINGS_FILE=wrong.toml serve coordinator": (
+        2, "num_trainers in wrong.toml: input should be greater than or equal to 1, not '0'"),
+    "serve coordinator --tls-cert one.pem --tls-key other.key": (
+        2, "the TLS key other.key does not belong to the certificate one.pem"),
+    "serve coordinator --advertise-address c": (
+        2, "--advertise-address: expected a base URL such as http://10.0.0.5:7070, got 'c', not 'c'"),
+    # plans
+    "plan --pservers 2": (2, "there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both"),
+    "plan --pservers 2 --param w:3,4": (2, "--param w:3,4 is not NAME:SHAPE"),
+    f"plan --pservers 2 --param w:{'9' * 5000}": (2, "--param w:9"),
+    "plan --pservers 2 --param w:3:I64": (
+        2, "parameter 'w' has a wrong dtype (expected F32, BF16, F16; actual 'I64')"),
+    "plan --pservers 0 --param w:3": (2, "the number of pservers is out of range"),
+    "plan --pservers 2 absent": (2, "cannot read absent: No such file or directory"),
+    "plan --pservers 2 /dev/null": (2, "cannot read /dev/null: "),
+    "plan --pservers 2 truncated": (2, "cannot read truncated: "),
+    # tokens
+    "token show": (2, "no folder of tokens is given. Give --dir, or set GRADPOST_TOKENS_DIR"),
+    "token show --dir .": (1, "there is no token file read; "),
+    "token create --dir text": (1, f"text: {os.strerror(17)}"),
+    # the coordinator
+    "status --coordinator http://127.0.0.1:1": (
+        1, "no coordinator: no answer from http://127.0.0.1:1: [Errno 111] Connection refused. Give its address with "
+        "--coordinator or GRADPOST_COORDINATOR"),
+    "status --coordinator CLOSES": (1, "; if it serves TLS, its address begins with https:. Give its address with "),
+    "status --coordinator ftp://x": (
+        2, "the coordinator's address: expected a base URL such as http://10.0.0.5:7070, "),
+    "status --coordinator EMPTY": (1, "answered 404, but not as Gradpost: "),
+    "status --coordinator PROXY": (1, "answered 502, but not as Gradpost: <html>. Check the address and any proxy"),
+    "status --coordinator PAGE": (1, FOREIGN),
+    "status --coordinator OTHER": (1, FOREIGN),
+    # packages
+    "tensorboard --logdir logs --coordinator CLUSTER": (2, "this needs tensorboard: pip install '.[tensorboard]' ("),
+    "mlflow --coordinator CLUSTER": (2, "this needs mlflow: pip install '.[mlflow]' ("),
+    "wandb --coordinator CLUSTER": (2, "this needs wandb: pip install '.[wandb]' ("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", REFUSED, ids=lambda command: command[:60])
+def test_a_command_is_refused(
+    command: str, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in ("torch.utils.tensorboard", "mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    Path("text").touch()
+    Path("wrong.toml").write_text("num_trainers = 0")
+    Path("truncated").write_bytes(WHOLE)
+    authority = Authority(Path())
+    authority.issue("one")
+    authority.issue("other")
+    before = sorted(tmp_path.rglob("*"))
+    exit_code, messages = REFUSED[command]
+    words = command.split()
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=")
+        monkeypatch.setenv(PREFIX + name, value)
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        if "CLOSES" in words:
+            pool.submit(lambda: server.accept()[0].close())
+        servers = {word: stack.enter_context(serving(*SERVERS[word])) for word in words if word in SERVERS}
+        servers["CLOSES"] = f"127.0.0.1:{server.getsockname()[1]}"
+        outcome = run_command(*(servers.get(word, word) for word in words))
+    assert (outcome.exit_code, outcome.stdout) == (exit_code, "")
+    lines = outcome.stderr.splitlines()
+    if "Error: " in messages:
+        assert lines[0].startswith("Usage: gradpost")
+        assert lines[-1].startswith(messages)
+        return
+    messages = [messages] if isinstance(messages, str) else messages
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert line.startswith("gradpost: error: ")
+        assert message in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---------------------------------------------------------------------- tokens and completion
+
+
+def read(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text().strip() for file in folder.iterdir()}
+
+
+def test_missing_tokens_are_created_and_shown(
+    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container that writes them may run again, and keeps the existing ones."""
+    folder = tmp_path / "new" / "tokens"
+    run_command("token", "create", "--dir", folder, "--scope", "train")
+    before = read(folder)
+    outcome = run_command("token", "create", "--dir", folder)
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    assert outcome.stdout.splitlines() == [  # and no token
+        f"{folder}/{scope}: {'kept' if scope == 'train' else 'created'}" for scope in SCOPES
+    ]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o400}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert before.items() <= read(folder).items()
+    monkeypatch.setenv("GRADPOST_TOKENS_DIR", str(folder))
+    shown = [run_command("token", "show", "--scope", scope).stdout.strip() for scope in SCOPES]
+    assert [TokenFolder(folder).scope_of(token) for token in shown] == list(SCOPES)
+
+
+def test_a_rotation_keeps_the_previous_token_valid(run_command: RunCommand, tmp_path: Path) -> None:
+    run_command("token", "create", "--dir", tmp_path)
+    first = read(tmp_path)
+    rotate = ("token", "create", "--dir", tmp_path, "--scope", "read", "--rotate")
+    outcome = run_command(*rotate)
+    assert outcome.stdout == f"{tmp_path}/read: replaced; the previous token stays valid until the next rotation\n"
+    second = read(tmp_path)
+    assert second["read"] != first["read"]
+    assert second == {**first, "read": second["read"], "read.previous": first["read"]}
+    assert TokenFolder(tmp_path).scope_of(first["read"]) == "read"
+    run_command(*rotate)
+    accepted = TokenFolder(tmp_path)
+    assert [accepted.scope_of(token) for token in (first["read"], second["read"])] == [None, "read"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o400}
+
+
+# ---------------------------------------------------------------------- completion
+
+
+# Defines `complete_line`, which prints the completions at the end of a line.
+SCRIPT = """
+eval "$(gradpost --show-completion bash)"
+complete_line() {
+    eval "COMP_WORDS=($1 ${2:-\\"\\"})"; COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    $(complete -p gradpost | sed 's/.*-F \\([^ ]*\\).*/\\1/') gradpost
+    printf '%s\\n' "${COMPREPLY[@]}"
+}
+"""
+
+
+def complete(folder: Path, line: str, last: str = "", **environment: str) -> list[str]:
+    """Return the completions of the last word of a line, without their help."""
+    program = folder / "gradpost"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m gradpost "$@"\n')
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", SCRIPT + f"complete_line {shlex.quote(line)} {shlex.quote(last)}\n"],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")},
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(folder),
+            "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+            **environment,
+        },
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    return [line.split("\t")[0] for line in done.stdout.splitlines() if line]
+
+
+def test_commands_settings_and_parameters_are_completed(tmp_path: Path) -> None:
+    assert complete(tmp_path, "gradpost", "st") == ["status", "stop"]
+    assert complete(tmp_path, "gradpost serve coordinator", "--dur") == ["--durability"]
+    listed = {"parameters": [{"name": name} for name in ("0.weight", "1.weight", "1.bias")]}
+    with serving({PARAMETERS: json.dumps(listed)}) as url:
+        found = complete(tmp_path, "gradpost params", "1.", GRADPOST_COORDINATOR=url)
+    assert found == ["1.weight", "1.bias"]
+    assert complete(tmp_path, "gradpost params", "1.", GRADPOST_COORDINATOR=url) == []
