@@ -23,7 +23,6 @@ from ps_config.tokens import TokenFolder
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import JOIN_TRAINER
-from ps_protocol.standbys import ReportStandby
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
 from services.coordinator import inspection, pages
 from services.coordinator.coordinator import Coordinator
@@ -39,6 +38,7 @@ from services.runtime.security import Guard, KnownHosts, protect
 
 from .coordinating import eventually
 from .support import change_record, joining, make_cluster, model, registration
+from .test_standbys import report
 
 
 @pytest.fixture
@@ -125,25 +125,16 @@ def addresses(cluster: Cluster) -> list[str]:
     return [target for group in describe_targets(cluster) for target in group["targets"]]
 
 
-def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
+def test_every_process_is_a_target_with_its_role_and_number():
     cluster = cluster_of(["http://10.0.0.1:7071", "http://10.0.0.2:7071"], ["http://10.0.0.3:1", None])
+    cluster.report_standby(report("s", address="http://10.0.0.4:1"), 0)
     plain = {"__scheme__": "http", "__metrics_path__": "/metrics"}
     assert describe_targets(cluster) == [
         {"targets": ["10.0.0.1:7071"], "labels": {**plain, "role": "pserver", "pserver": "0"}},
         {"targets": ["10.0.0.2:7071"], "labels": {**plain, "role": "pserver", "pserver": "1"}},
+        {"targets": ["10.0.0.4:1"], "labels": {**plain, "role": "standby", "pserver": "0"}},
         {"targets": ["10.0.0.3:1"], "labels": {**plain, "role": "trainer", "trainer": "0"}},  # the other serves none
     ]
-
-
-def test_a_standby_is_a_target():
-    cluster = cluster_of(["http://10.0.0.1:7071"], [None])
-    report = ReportStandby(
-        protocol=PROTOCOL_VERSION, instance="standby number 0", address="http://10.0.0.2:1", follows=0
-    )
-    cluster.report_standby(report, 0)
-    [_, group] = describe_targets(cluster)
-    assert (group["targets"], group["labels"]["role"]) == (["10.0.0.2:1"], "standby")
-    assert group["labels"]["pserver"] == "0"
 
 
 OWN = reachable_host("0.0.0.0")
@@ -289,6 +280,10 @@ async def test_slow_readers_are_limited_and_unread_parts_are_not_buffered(monkey
             values = load(body)["w"]
             assert (values.dtype, values.shape) == (torch.bfloat16, (NUM_ELEMENTS,))
             assert bool((values == 1).all())
+        next_, answered = read(app, tasks)  # a slot is free again
+        next_.may_read.set()
+        await answered
+        assert next_.start["status"] == 200
 
 
 async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,21 +16,6 @@ def executor() -> Iterator[ComputeExecutor]:
     executor.close()
 
 
-async def test_jobs_run_in_order_and_a_result_does_not_wait_for_the_jobs_behind_it(executor: ComputeExecutor) -> None:
-    """Though all of them went to the thread together."""
-    gate = threading.Event()
-    order: list[str] = []
-    first, second = (asyncio.create_task(executor.run(order.append, name)) for name in "ab")
-    third = asyncio.create_task(executor.run(gate.wait))
-    await asyncio.wait_for(asyncio.gather(first, second), 2)
-    fourth = asyncio.create_task(executor.run(order.append, "c"))
-    await asyncio.sleep(0.05)  # on a thread of its own it would be done
-    assert (order, third.done()) == (["a", "b"], False)
-    gate.set()
-    await asyncio.gather(third, fourth)
-    assert order == ["a", "b", "c"]
-
-
 async def test_job_outlives_its_cancelled_request_even_if_it_still_queues(executor: ComputeExecutor) -> None:
     gate = threading.Event()
     done: list[str] = []

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Response
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import PROBLEM_CONTENT_TYPE, StaleRound
-from services.runtime import app as app_module
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from services.runtime import gate
-from services.runtime.app import PART_BYTES, LargeReplies, LargeReply, Stream, add_raw_route, stream_chunks
+from services.runtime.app import add_raw_route
 from services.runtime.gate import Entry, Gate
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import Guard
@@ -140,52 +138,6 @@ async def test_a_message_beyond_a_limit_is_refused_and_no_longer_counts(
 
 
 # ---------------------------------------------------------------------- large replies
-
-
-class Replies:
-    """An application with a large reply, which waits for `may_end`, and one that fails."""
-
-    def __init__(self, max_at_once: int) -> None:
-        self.begun = asyncio.Semaphore(0)
-        self.may_end = asyncio.Event()
-        self.num_made = 0
-        self.app: FastAPI = Sample().make_app()
-        slots = LargeReplies(max_at_once=max_at_once)
-
-        @self.app.get("/large")
-        async def large() -> Response:
-            return LargeReply(slots, self.make, "application/octet-stream")
-
-        @self.app.get("/fails")
-        async def fails() -> Response:
-            return LargeReply(slots, self.fail, "application/octet-stream")
-
-    @asynccontextmanager
-    async def make(self) -> AsyncIterator[Stream]:
-        self.num_made += 1
-        self.begun.release()
-        await self.may_end.wait()
-        yield stream_chunks([bytes(PART_BYTES + 1), b"end"])
-
-    def fail(self) -> NoReturn:
-        raise StaleRound("round 3 is over")
-
-
-async def test_large_replies_wait_for_a_slot_and_release_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "PATIENCE_SECONDS", 0.1)
-    replies = Replies(max_at_once=2)
-    async with running(replies.app) as server, httpx.AsyncClient(base_url=server.address) as client:
-        begun = [asyncio.create_task(client.get("/large")) for _ in range(2)]
-        for _ in begun:
-            await replies.begun.acquire()
-        refused = await client.get("/large")
-        assert (refused.status_code, refused.json()["code"]) == (503, "overloaded")
-        replies.may_end.set()
-        for task in begun:
-            assert (await task).content == bytes(PART_BYTES + 1) + b"end"
-        for _ in range(3):
-            assert (await client.get("/fails")).json()["code"] == "stale_round"
-        assert len((await client.get("/large")).content) == PART_BYTES + 4
 
 
 # ---------------------------------------------------------------------- HTTP/1.1

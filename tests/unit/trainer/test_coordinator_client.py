@@ -284,12 +284,6 @@ def test_a_report_during_a_heartbeat_reaches_the_coordinator_before_the_end():
     assert last.results == {"accuracy": 0.5}
 
 
-@pytest.mark.parametrize("answer", [StaleRun("another run"), httpx.Response(500, text="?")])
-def test_leaving_raises_no_error(answer: Any):
-    with member(FakeCoordinator(heartbeat=[answer], leave=[answer])):
-        pass
-
-
 @pytest.mark.parametrize(("outcome", "num_requests"), [("done", 3), ("failed", 1)])
 def test_only_a_trainer_that_is_done_repeats_its_leave_until_it_is_answered(outcome: str, num_requests: int):
     """The others would wait for it, and its loss may end their run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import socket
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import httpx
@@ -28,9 +27,8 @@ from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client.client.coordinator_client import make_log
 from trainer_client.client.run_client import RunClient
 from trainer_client.client.settings import read_settings
-from trainer_client.client.telemetry import MetricsServer, TrainerMetrics
+from trainer_client.client.telemetry import MetricsServer
 from trainer_client.session.script import hide_frames
-from trainer_client.session.session import Session
 
 from ..protocol.test_access import Authority
 
@@ -130,31 +128,18 @@ def test_a_wrong_value_is_reported_with_the_name_of_its_source(
 # ---------------------------------------------------------------- the session
 
 
-@pytest.fixture
-def session() -> Any:
-    """A session without a client or a host."""
-    session: Any = Session.__new__(Session)
-    session.io, session.host, session._is_open, session._reported = SimpleNamespace(run=id), None, True, set()
-    session.finish, session._pid = lambda: None, os.getpid()
-    return session
-
-
-def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: Any) -> None:
+def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once() -> None:
     """A refused heartbeat would end training."""
-    results: dict[str, float] = {}
-    session.client = SimpleNamespace(
-        metrics=TrainerMetrics(), coordinator=SimpleNamespace(report_results=results.update)
-    )
-    for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
-        with pytest.raises(ValueError, match="the name of a result must have 1 to 200 printable characters"):
-            session.report(**{name: 0.5})
-    with pytest.raises(ValueError, match="rename 'gradpost/loss'"):
-        session.report(**{"gradpost/loss": 0.5})
-    session.report(**{f"val/{number}": 0.5 for number in range(MAX_RESULTS)})
-    with pytest.raises(ValueError, match="at most 256 results"):
-        session.report(loss=0.5)
-    session.report(**{"val/0": 0.25})
-    assert results == {"val/0": 0.25, **dict.fromkeys(session._reported - {"val/0"}, 0.5)}
+    with connect(strategy="local") as session:
+        for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
+            with pytest.raises(ValueError, match="the name of a result must have 1 to 200 printable characters"):
+                session.report(**{name: 0.5})
+        with pytest.raises(ValueError, match="rename 'gradpost/loss'"):
+            session.report(**{"gradpost/loss": 0.5})
+        session.report(**{f"val/{number}": 0.5 for number in range(MAX_RESULTS)})
+        with pytest.raises(ValueError, match="at most 256 results"):
+            session.report(loss=0.5)
+        session.report(**{"val/0": 0.25})
 
 
 # ---------------------------------------------------------------------- tracebacks

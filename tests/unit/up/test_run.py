@@ -301,20 +301,6 @@ def test_the_live_line(status: dict[str, Any], line: str) -> None:
     assert describe(ClusterStatus(**STATUS | status), SUMMARY) == line
 
 
-def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(SUMMARY, as_json=False)
-    assert capsys.readouterr().out == (
-        "\n"
-        "rounds  seconds  seconds a round  accuracy  loss\n"
-        " 1,234  61.7                0.05    0.9833  0.25\n"
-        "\n"
-        "pserver  shard bytes  pushed bytes  pulled bytes\n"
-        "      0        1,000     2,000,000     3,000,000\n"
-        "\n"
-        "trained: mode=sync transport=HTTP/2 accuracy=0.9833 rounds=1234 seconds=61.7\n"
-    )
-
-
 def test_the_json_report_contains_nan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     empty = SUMMARY.model_copy(update={"results": {"loss": float("nan")}, "rounds": 0})
     print_summary(empty, as_json=True)
