@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-OWN = ("services.coordinator.process", "services.pserver.process", "trainer_client.optimizer.named_optimizers")
+OWN = ("services.coordinator.process", "services.pserver.process", "trainer_client.optimizer.remote_optimizer")
 MAX_BYTES, MAX_DESCRIPTORS = 1 << 20, 16
 
 
