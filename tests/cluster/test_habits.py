@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,13 @@ from torch import nn
 
 from gradpost import RemoteOptimizer, Session
 from ps_protocol.errors import ContributionConflict, ModelMismatch, TrainerLost
+from trainer_client.engines import pipeline
+from trainer_client.engines.pipeline import Pipeline
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
 from .conftest import StartCluster
-from .training import run_all, step_with, wrap_weight
+from .training import run_all, step_with, wrap_model, wrap_weight
 from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -124,6 +127,89 @@ def test_an_interrupted_step_is_finished_with_its_own_gradient(own_cluster: Star
             optimizer.zero_grad()
             step_with(optimizer, weight, value=100.0)
             assert weight[0].item() == -56.0 == other.result(60)
+
+
+def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose first call is interrupted."""
+    calls: list[None] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupted_rollback_is_finished(
+    alone: LocalCluster, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    with Session(coordinator=alone.address, rank=0, world_size=1) as session:
+        weight, optimizer = wrap_weight(session, 8, overlap=overlap)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+
+        step()
+        made = alone.view.create_checkpoint().round
+        for _ in range(2):
+            step()
+        alone.view.roll_back(made)
+        monkeypatch.setattr(Pipeline, "pull_start", interrupting(Pipeline.pull_start))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the news come with a heartbeat
+            for _ in range(1000):
+                step()
+        step()  # its gradient is of values that are gone
+        assert (optimizer.round, weight.tolist()) == (made, [-1.0 * made] * 8)
+        for _ in range(2):
+            step()
+        assert (optimizer.round, weight.tolist()) == (made + 2, [-1.0 * (made + 2)] * 8)
+
+
+def test_parameters_that_an_interrupt_left_unwritten_are_written(
+    alone: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)) for _ in range(2)]
+    with Session(coordinator=alone.address, rank=0, world_size=1) as session:
+        optimizer = sgd(session, a=weights[0], b=weights[1])
+        step_with(optimizer, *weights)
+        monkeypatch.setattr(pipeline, "write_back", interrupting(pipeline.write_back))
+        with pytest.raises(KeyboardInterrupt):
+            step_with(optimizer, *weights)
+        weights[1].grad = None
+        with pytest.raises(ContributionConflict, match=r"Call synchronize\(\)"):
+            step_with(optimizer, weights[0])
+        optimizer.synchronize()
+        assert [set(weight.flatten().tolist()) for weight in weights] == [{-2.0}, {-2.0}]
+        step_with(optimizer, weights[0])
+        assert [set(weight.flatten().tolist()) for weight in weights] == [{-3.0}, {-2.0}]
+
+
+def test_a_backward_pass_that_was_interrupted_may_be_repeated(alone: LocalCluster) -> None:
+    model, interrupted = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), iter([False, True])
+
+    def interrupt(_: torch.Tensor) -> None:
+        if next(interrupted, False):
+            raise KeyboardInterrupt
+
+    with Session(coordinator=alone.address, rank=0, world_size=1) as session:
+        optimizer = wrap_model(session, model, overlap=True)
+        model[0].weight.register_hook(interrupt)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        step()
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        step()
+        assert optimizer.round == 2
 
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES, is_finite
-from ps_protocol.errors import BadModel, Ended, GradpostError, NonFiniteGradient, RolledBack
+from ps_protocol.errors import BadModel, ContributionConflict, Ended, GradpostError, NonFiniteGradient, RolledBack
 from ps_protocol.norms import EPSILON
 from ps_protocol.optimizers import MASTER
 from ps_protocol.vocabulary import Round
@@ -46,6 +46,7 @@ class PserverEngine:
         self._unfinished = UnfinishedStep(leads_host=self._leads_host)
         self.pending: set[str] = set()  # parameters without the newest step's values
         self._has_stored = False
+        self._is_going_back = False  # until the values that the run went back to are in the parameters
         self._pushed: StepGradients | None = None  # of the newest step, with buffers
         self._loading = Loading(self._client, self._parameters)
         self._start_after(self._client.run.start - 1)
@@ -96,21 +97,37 @@ class PserverEngine:
     def _go_back(self, error: RolledBack) -> bool:
         """Follow a rollback and return True. Return False if it is over the newest step alone, which begins again."""
         step, contribution, pushed = self.progress.begun, self._unfinished.contribution, self._pushed
-        self._unfinished.note_rollback()
-        version = self._client.go_back()
-        # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
-        self._start_after(version, bumps_version=not self._overlap_pulls)
+        self._is_going_back = True
+        self._restart()
         if contribution is not None and pushed is not None and self.progress.version == step - 1:
             self._client.log.info(f"{error.detail}: step {step} of this trainer is pushed again")
             self._push(step, contribution, pushed)
             return False
+        self._note_lost_steps(step, error.detail)
+        return True
+
+    def _restart(self) -> None:
+        self._unfinished.note_rollback()
+        # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
+        self._start_after(self._client.go_back(), bumps_version=not self._overlap_pulls)
+        self._is_going_back = False
+
+    def _finish_rollback(self) -> bool:
+        """Finish a rollback that an interrupt or error has left unfinished; return False if there is none."""
+        if not self._is_going_back:
+            return False
+        step = self.progress.begun
+        self._restart()
+        self._note_lost_steps(step, "a rollback was interrupted or had failed")
+        return True
+
+    def _note_lost_steps(self, step: Round, reason: str) -> None:
         self.progress.num_rollbacks += 1
         version = self.progress.version
         self._client.log.warning(
-            f"{error.detail}: {step - version} steps of this trainer are lost and must be repeated; "
-            f"the next step is {version + 1}"
+            f"{reason}: {step - version} steps of this trainer are lost and must be repeated; the next step is "
+            f"{version + 1}"
         )
-        return True
 
     # ------------------------------------------------------------------ the parameters
 
@@ -148,6 +165,8 @@ class PserverEngine:
 
         A gradient on a device is sent with a later one, or in `step`.
         """
+        if self._is_going_back:
+            return  # the gradient is void
         step = self.progress.begun + 1
         self._unfinished.require_same_gradients(step, {name: gradient}, (name,))
         self._pipeline.add(step, name, gradient)
@@ -159,6 +178,8 @@ class PserverEngine:
     def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`."""
         with self._noting_interrupts():
+            if self._finish_rollback():
+                return  # the gradients are void
             self._begin(contribution)
             if not self._overlap_pulls:
                 self._finish(self.progress.begun - self._pipeline.max_delay)
@@ -168,6 +189,8 @@ class PserverEngine:
         kept = self._unfinished.kept
         is_behind = kept is not None or self.progress.begun > self.progress.version
         with self._noting_interrupts():
+            if self._finish_rollback():
+                return True
             if kept is not None:
                 self._begin(kept)
             self._finish(self.progress.begun)
@@ -185,6 +208,8 @@ class PserverEngine:
 
     def wait_for_parameters(self, names: set[str]) -> bool:
         """Wait for the newest step's values of pending parameters; return True if the run went back instead."""
+        if self._finish_rollback():
+            return True
         step = self.progress.begun
         if names == self.pending:  # the last ones: the step ends, and `progress` advances
             return self._finish(step)
@@ -198,6 +223,11 @@ class PserverEngine:
     def _begin(self, contribution: StepGradients) -> None:
         """Begin the next step. Blocks for gradients that are on a device, which are copied."""
         step = self.progress.begun + 1
+        if self._pipeline.newest_pulled > self.progress.version and not self._overlap_pulls:
+            raise ContributionConflict(
+                f"an interrupt has left parameters without the values of round {self._pipeline.newest_pulled}. Call "
+                "synchronize(), and then compute the gradient again"
+            )
         self._unfinished.require_same_gradients(step, contribution.gradients, self._parameters)
         clipped = self._clip(contribution.gradients) if self._is_async else contribution.gradients
         if self._local is not None:  # the local optimizer has changed the parameters
@@ -243,7 +273,6 @@ class PserverEngine:
             return self._go_back_or_raise(error) or self._finish(step)
         if newest > self.progress.version:
             self._unfinished.note_pulled()
-            self.progress.version = newest
             self._loading.note_pulled(newest)
             self._write_back(newest, self.pending if self._overlap_pulls else set(self._parameters))
             if newest == self.progress.begun:
@@ -251,6 +280,7 @@ class PserverEngine:
                     self._averages.warn_of_differences(self._client.log)
                 if not self._overlap_pulls:  # else later forward passes have changed the buffers
                     self._averages.write_back()
+            self.progress.version = newest  # last, so that `synchronize` repeats what an interrupt has ended
         return False
 
     def _go_back_or_raise(self, error: BaseException) -> bool:
@@ -292,6 +322,7 @@ class PserverEngine:
         A host's leader waits for no step, and does not go back, without the other processes: raises BadModel if steps
         are on their way, RolledBack if the run goes back.
         """
+        self._finish_rollback()
         while True:
             if not self._leads_host:
                 self._finish(self.progress.begun)

@@ -76,6 +76,9 @@ class Overlap:
         gradient = parameter.grad
         assert gradient is not None
         with self._lock:
+            if name in self._added and self._added[name][0] is not gradient:
+                self._engine.discard_gradients()  # of an interrupted pass, which the script has dropped
+                self._added.clear()
             if name in self._added:
                 raise BadInput(
                     f"another backward pass reached {name!r}, whose gradient was sent before. Run all "

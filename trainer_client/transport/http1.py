@@ -52,6 +52,9 @@ class Http1Calls:
             thread.start()
         except RuntimeError:  # Python 3.12 starts no thread while the interpreter ends
             call.run(method, url, headers)
+        except BaseException:  # an interrupt, after which the thread may run
+            call.cancel()
+            raise
         return call
 
     def close(self) -> None:

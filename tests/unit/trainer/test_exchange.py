@@ -268,6 +268,26 @@ async def test_a_call_that_was_given_up_neither_reads_nor_writes_its_memory() ->
         assert len(sink.fed) == num_fed < 8 * CHUNK_BYTES
 
 
+async def test_a_call_that_an_interrupt_ends_while_it_begins_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, start, sink = bytearray(b"1" * 8 * CHUNK_BYTES), threading.Thread.start, Portions()
+    threads: list[threading.Thread] = []
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        threads.append(thread)
+        start(thread)
+        raise KeyboardInterrupt
+
+    async with exchanging() as (exchange, url):
+        work = exchange.send("POST", f"{url}/echo", {}, body=[memoryview(body)], sink=sink, http2=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                exchange.run(work)
+        body[:] = b"2" * len(body)
+        await asyncio.to_thread(threads[0].join, 10)
+        assert b"2" not in b"".join(sink.fed)
+
+
 async def test_the_previous_token_is_sent_with_the_whole_body_again(tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
     put(tmp_path / "tokens" / "admin", OLD)
