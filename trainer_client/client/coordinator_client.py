@@ -290,7 +290,7 @@ class CoordinatorClient:
     ) -> bytes:
         """Repeat a request until the coordinator answers it, and log what the trainer waits for.
 
-        A coordinator without an answer is tried as `_choose_patience` says, a taken rank for a quarter of
+        A coordinator without an answer is tried for the seconds of `_choose_patience`, a taken rank for a quarter of
         `retry_seconds`. An answer that the cluster waits for other processes is repeated without a limit.
         """
         silent_since, refusals = time.monotonic(), Patience(self._settings.retry_seconds / 4)
@@ -319,8 +319,8 @@ class CoordinatorClient:
         """
         given, host = self._settings.retry_seconds, urlsplit(self._coordinator).hostname or ""
         is_absent = isinstance(error, httpx.ConnectError) and (is_loopback(host) or _is_caused(error, socket.gaierror))
-        is_chosen = path != JOIN_TRAINER or "retry_seconds" in self._settings.model_fields_set
-        return min(given, JOIN_SECONDS) if is_absent and not is_chosen else given
+        is_first = path == JOIN_TRAINER and "retry_seconds" not in self._settings.model_fields_set
+        return min(given, JOIN_SECONDS) if is_first and is_absent else given
 
     def _log_silence(self, error: Exception, path: str, seconds: float, *, is_final: bool) -> None:
         """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""

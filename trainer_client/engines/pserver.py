@@ -97,7 +97,6 @@ class PserverEngine:
     def _go_back(self, error: RolledBack) -> bool:
         """Follow a rollback and return True. Return False if it is over the newest step alone, which begins again."""
         step, contribution, pushed = self.progress.begun, self._unfinished.contribution, self._pushed
-        self._is_going_back = True
         self._restart()
         if contribution is not None and pushed is not None and self.progress.version == step - 1:
             self._client.log.info(f"{error.detail}: step {step} of this trainer is pushed again")
@@ -107,6 +106,7 @@ class PserverEngine:
         return True
 
     def _restart(self) -> None:
+        self._is_going_back = True
         self._unfinished.note_rollback()
         # The rollback may come in the middle of a forward pass. The gradients of its backward pass are dropped.
         self._start_after(self._client.go_back(), bumps_version=not self._overlap_pulls)

@@ -76,16 +76,16 @@ class Overlap:
         gradient = parameter.grad
         assert gradient is not None
         with self._lock:
-            if name in self._added and self._added[name][0] is not gradient:
+            if (added := self._added.get(name)) is not None:
+                if added[0] is gradient:
+                    raise BadInput(
+                        f"another backward pass reached {name!r}, whose gradient was sent before. Run all "
+                        "passes but the last in `with optimizer.accumulate():`; for checkpointed activations set "
+                        "use_reentrant=False, or overlap=False",
+                        code="gradient_changed",
+                    )
                 self._engine.discard_gradients()  # of an interrupted pass, which the script has dropped
                 self._added.clear()
-            if name in self._added:
-                raise BadInput(
-                    f"another backward pass reached {name!r}, whose gradient was sent before. Run all "
-                    "passes but the last in `with optimizer.accumulate():`; for checkpointed activations set "
-                    "use_reentrant=False, or overlap=False",
-                    code="gradient_changed",
-                )
             self._add(name, gradient)
             self._added[name] = gradient, gradient._version
 

@@ -191,10 +191,11 @@ def open_standby_folder(state_dir: Path, index: PserverIndex, incarnation: Incar
         if found < incarnation and (found or copy):
             with suppress(FolderTaken):
                 return StateFolder(state_dir, index, copy)
-    while True:  # unless another process takes the next number first
-        copies.append(max(copies, default=0) + 1)
+    copy = max(copies, default=0)
+    while True:  # another process may take a number first
+        copy += 1
         with suppress(FolderTaken):
-            return StateFolder(state_dir, index, copies[-1])
+            return StateFolder(state_dir, index, copy)
 
 
 class Disk:
