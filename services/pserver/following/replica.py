@@ -27,9 +27,10 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 
 from ..durable.records import Record, parse_records
 from ..durable.storage import Restored, RunStorage, read_shard, replay_update
-from ..durable.update_log import LoggedUpdate
+from ..durable.update_log import MAX_READ_BYTES, LoggedUpdate
 from ..run.rounds import Apply
 from ..run.sync_run import SyncRun
+from ..shard.shard import MASTER_BYTES
 from ..shard.shard_state import ShardState
 
 POLL_SECONDS = 0.1  # for which the leader waits for an update before it answers that there is none
@@ -38,6 +39,9 @@ RUN_SECONDS = 2.0
 REPLY_SECONDS = 60.0  # for replies that the leader computes from its whole shard, after those of others
 CONNECT_SECONDS = 5.0
 SLACK_BYTES = 1 << 16  # of memory behind a body, whose end may be in another frame
+MAX_TENSORS_OF_RECORD = 8  # a gradient and loaded optimizer state, all of the size of the shard
+MAX_REPORTS = 1000  # of a lag, whose seconds are counted from the oldest one
+MAX_METADATA_BYTES = 1 << 14  # of a block in a record, most of it its name, several times
 
 
 def restore_copy(installed: InstallRun, index: PserverIndex, data: memoryview) -> Restored:
@@ -79,6 +83,13 @@ class Replica(SyncRun):
     def restored(self) -> Restored:
         """The shard and the history with which a pserver continues."""
         return Restored(self.shard, self.schedule.history, self.chain)
+
+    @property
+    def max_record_bytes(self) -> int:
+        """The size that no record of the leader exceeds."""
+        layout = self.shard.layout
+        tensors = MAX_TENSORS_OF_RECORD * MASTER_BYTES * layout.num_elements
+        return tensors + len(layout.places) * MAX_METADATA_BYTES + (1 << 20)
 
     def continues(self, installed: InstallRun) -> bool:
         """Return whether the updates of this installation may continue those of the replica; no rollback is between.
@@ -134,8 +145,10 @@ class Lag:
 
     def note_leader(self, round_: Round, now: float) -> None:
         """Note the newest round of the leader."""
-        if round_ > max(self.round, self._newest):
+        if round_ > max(self.round, self._newest) and len(self._reports) < MAX_REPORTS:
             self._reports.append((round_, now))
+        elif round_ > max(self.round, self._newest):
+            self._reports[-1] = round_, self._reports[-1][1]
 
     def note_applied(self, round_: Round) -> None:
         """Note the newest round of the replica."""
@@ -202,7 +215,7 @@ class Leader:
             "run": replica.installed.run, "attempt": replica.installed.attempt, "after": replica.held,
             "digest": replica.held_chain, "standby": instance, "wait_seconds": POLL_SECONDS,
         }  # fmt: skip
-        body = Body(self._num_bytes + SLACK_BYTES)
+        body = Body(self._num_bytes + SLACK_BYTES, replica.max_record_bytes + MAX_READ_BYTES)
         request = self._updates.build_request(
             "GET", self._address + routes.UPDATES, params=query, timeout=SILENCE_SECONDS,
             extensions={SINK_EXTENSION: body},
@@ -219,8 +232,9 @@ class Leader:
 class Body(Sink):
     """The sink of an answer. Its memory has room for about as many bytes as the answer before, and grows if needed."""
 
-    def __init__(self, room_bytes: int) -> None:
+    def __init__(self, room_bytes: int, max_bytes: int) -> None:
         self._memory = np.empty(room_bytes, np.uint8).data
+        self._max_bytes = max_bytes
         self._num_bytes = 0
 
     @property
@@ -231,6 +245,9 @@ class Body(Sink):
     @override
     def get_buffer(self) -> memoryview:
         if self._num_bytes == len(self._memory):
+            if self._num_bytes > self._max_bytes:
+                text = "the records of the pserver are too large"
+                raise BadInput(text, code="malformed_frame", expected=f"<= {self._max_bytes} bytes")
             grown = np.empty(2 * self._num_bytes, np.uint8).data
             grown[: self._num_bytes] = self._memory
             self._memory = grown
