@@ -5,13 +5,15 @@ The body of the oldest stream that may send goes first. Its bytes are views of i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Protocol
 
 from . import frames
 from .stream import Stream
 
-PART_BYTES = 1024 * 1024  # of a body, for one write
+MAX_PARTS = 256  # for one write; Linux takes 1,024
 SMALL_BYTES = 64 * 1024  # a copy costs less than a system call of its own, here and at the receiver
 
 
@@ -41,14 +43,14 @@ class FrameWriter:
         self._on_sent = on_sent
         self._queued: list[bytes | memoryview] = []
         self._begun = memoryview(b"")  # of frames that were queued, the next to be written
-        self._rest = memoryview(b"")  # of the DATA frame that follows
+        self._rest: deque[memoryview] = deque()  # of the DATA frame that follows: parts of a body
         self._rest_stream: Stream | None = None  # None if the stream was released
         self._frame = (0, False)  # its bytes, and whether it has END_STREAM
 
     @property
     def is_in_frame(self) -> bool:
         """True while a DATA frame is partly written."""
-        return len(self._rest) > 0
+        return bool(self._rest)
 
     @property
     def has_written_all(self) -> bool:
@@ -62,30 +64,32 @@ class FrameWriter:
 
     def next_parts(self) -> list[memoryview]:
         """Return the bytes to be written next; none if the windows allow no more. `advance` says how many have been."""
-        if not len(self._begun) and not len(self._rest):
+        if not len(self._begun) and not self._rest:
             num_bytes = 0  # of small payloads, which are written together
-            while num_bytes < SMALL_BYTES and not len(self._rest) and (stream := self._next_stream()) is not None:
+            while num_bytes < SMALL_BYTES and (stream := self._next_stream()) is not None:
                 self._start_frame(stream)
                 num_bytes += self._frame[0]
             self._begun = memoryview(self._pop_queued())
-        return [part for part in (self._begun, self._rest[:PART_BYTES]) if len(part)]
+        parts = [self._begun] if len(self._begun) else []
+        parts += islice(self._rest, MAX_PARTS)
+        return parts
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes of `next_parts` as written."""
         num_begun = min(num_bytes, len(self._begun))
         self._begun, num_bytes = self._begun[num_begun:], num_bytes - num_begun
-        if num_bytes < len(self._rest):
-            self._rest = self._rest[num_bytes:]
-        elif num_bytes:
-            self._rest = memoryview(b"")  # an empty view would still refer to the body
-            stream, self._rest_stream = self._rest_stream, None
-            if stream is not None:
+        while num_bytes and num_bytes >= len(self._rest[0]):
+            num_bytes -= len(self._rest.popleft())
+            if not self._rest and (stream := self._rest_stream) is not None:
+                self._rest_stream = None
                 self._on_sent(stream, *self._frame)
+        if num_bytes:
+            self._rest[0] = self._rest[0][num_bytes:]
 
     def release(self, stream: Stream) -> None:
         """Stop referring to the stream's memory. The rest of a frame that has been started is copied."""
         if self._rest_stream is stream:
-            self._rest, self._rest_stream = memoryview(bytes(self._rest)), None
+            self._rest, self._rest_stream = deque([memoryview(b"".join(self._rest))]), None
             stream.is_being_written = False
 
     def finish(self, frame: bytes) -> bytes:
@@ -97,7 +101,8 @@ class FrameWriter:
     def stop(self) -> None:
         """Drop everything."""
         self._pop_queued()
-        self._begun = self._rest = memoryview(b"")
+        self._begun = memoryview(b"")
+        self._rest.clear()
         self._rest_stream = None
 
     def _pop_queued(self) -> bytes:
@@ -116,25 +121,25 @@ class FrameWriter:
 
     def _start_frame(self, stream: Stream) -> None:
         """Queue the frame header, and a small payload with it; a large one follows."""
-        if stream.outgoing:
-            data = stream.outgoing[0]
-            size = min(len(data), stream.send_window, self.window, self.frame_bytes)
-            stream.send_window -= size
-            self.window -= size
-            if size == len(data):
-                stream.outgoing.popleft()
-            else:
-                stream.outgoing[0] = data[size:]
-            payload = data[:size]
-        else:
-            payload = memoryview(b"")
+        size = min(stream.send_window, self.window, self.frame_bytes)  # at most
+        payload: deque[memoryview] = deque()
+        num_bytes = 0
+        while stream.outgoing and num_bytes < size:
+            part = stream.outgoing.popleft()
+            if len(part) > size - num_bytes:
+                stream.outgoing.appendleft(part[size - num_bytes :])
+                part = part[: size - num_bytes]
+            payload.append(part)
+            num_bytes += len(part)
+        stream.send_window -= num_bytes
+        self.window -= num_bytes
         end_stream = stream.ends_with_outgoing and not stream.outgoing
         flags = frames.END_STREAM if end_stream else 0
-        self._frame = len(payload), end_stream
-        self._queued.append(frames.pack_frame_header(len(payload), frames.DATA, flags, stream.stream_id))
+        self._frame = num_bytes, end_stream
+        self._queued.append(frames.pack_frame_header(num_bytes, frames.DATA, flags, stream.stream_id))
         stream.is_being_written = True
-        if len(payload) <= SMALL_BYTES:
-            self._queued.append(payload)  # which is copied at once
+        if num_bytes <= SMALL_BYTES:
+            self._queued += payload  # which is copied at once
             self._on_sent(stream, *self._frame)
         else:
             self._rest, self._rest_stream = payload, stream

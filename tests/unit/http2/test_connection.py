@@ -20,11 +20,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_http2 import asyncio_shell, frames
-from ps_http2 import writer as writer_module
 from ps_http2.asyncio_shell import AsyncStream, BodyReader
 from ps_http2.frames import ErrorCode
 from ps_http2.header_blocks import MAX_QUICK_BYTES, HeaderBlocks
-from ps_http2.stream import Headers
+from ps_http2.stream import Headers, Stream
+from ps_http2.writer import FrameWriter
 
 from .support import ANSWER, REQUEST, End, Peer, connect, feed, parse
 
@@ -36,12 +36,6 @@ portions_of_reads = st.lists(st.sampled_from([1, 2, 7, 9, 10, 100, 5000, 16_393,
 lengths_of_bodies = st.lists(
     st.sampled_from([0, 1, 9, 16_383, 16_384, 16_385, 65_535, 65_536, 200_000]), min_size=1, max_size=3
 )
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a large frame take several writes."""
-    monkeypatch.setattr(writer_module, "PART_BYTES", 256 * 1024)
 
 
 def body_of(num_bytes: int, number: int) -> bytes:
@@ -136,12 +130,44 @@ def test_bodies_are_sent(lengths: list[int], pauses: bool, window: int, frame_by
     for stream in streams.values():
         stream.send_headers(ANSWER)
     for number, body in wanted.items():
-        streams[number].send_nowait(memoryview(body)[: len(body) // 3], end_stream=False)
-        streams[number].send_nowait(memoryview(body)[len(body) // 3 :])
+        view, third, half = memoryview(body), len(body) // 3, len(body) // 2
+        streams[number].send_nowait(view[:third], end_stream=False)
+        streams[number].send_nowait(view[third:half], view[half:])
     peer.run()
     assert {number: peer.body_of(number) for number in wanted} == wanted
     assert {event.stream_id for event in peer.of(StreamEnded)} == set(wanted)
     assert all(stream.is_local_closed for stream in streams.values())
+
+
+@given(
+    st.lists(st.sampled_from([1, 9, 16_384, 65_536, 200_000]), min_size=1, max_size=6),
+    portions_of_reads,
+    st.sampled_from([16_384, 100_000, 1 << 20]),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_part_of_what_is_to_be_written_may_be_taken(lengths: list[int], taken: list[int], frame_bytes: int) -> None:
+    stream = Stream(End(), 1, send_window=1 << 21, receive_window=0)
+    parts = [body_of(length, at) for at, length in enumerate(lengths)]
+    stream.outgoing += map(memoryview, parts)
+    stream.ends_with_outgoing = True
+    sent: list[tuple[int, bool]] = []
+
+    def frame_sent(_: Stream, num_bytes: int, end_stream: bool) -> None:
+        assert not writer.is_in_frame
+        sent.append((num_bytes, end_stream))
+        stream.is_local_closed = end_stream
+
+    writer = FrameWriter({1: stream}, frame_sent)
+    writer.window, writer.frame_bytes = 1 << 21, frame_bytes
+    written, portions = bytearray(), cycle(taken)
+    while offered := b"".join(writer.next_parts()):
+        portion = offered[: next(portions)]
+        written += portion
+        writer.advance(len(portion))
+    data = parse(bytes(written))
+    assert b"".join(frame.data for frame in data) == b"".join(parts)
+    assert [(len(frame.data), "END_STREAM" in frame.flags) for frame in data] == sent
+    assert all(num_bytes == frame_bytes for num_bytes, _ in sent[:-1]), "each frame is as long as the peer allows"
 
 
 @given(
