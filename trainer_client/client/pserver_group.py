@@ -21,9 +21,9 @@ from ..transport.destinations import ShardDestination
 from ..transport.tensors import flatten_checked, writable_bytes
 from ..transport.work import Batch, Work, together
 from .buckets import Bucket, FrameParts, make_buckets
-from .coordinator_client import CoordinatorClient
 from .error_feedback import ErrorFeedback
 from .news import Attempt
+from .place import TrainerPlace
 from .pserver_client import PserverClient
 from .round_results import NormAgreement, RoundResults, finish_rounds
 from .telemetry import TrainerMetrics
@@ -54,7 +54,7 @@ class PserverGroup:
         self,
         clients: Sequence[PserverClient],
         run: DeclaredRun,
-        coordinator: CoordinatorClient,
+        coordinator: TrainerPlace,
         results: RoundResults,
         metrics: TrainerMetrics,
     ) -> None:

@@ -23,7 +23,8 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 from ..transport.exchange import Exchange, Started
 from ..transport.work import Work
 from .arguments import TrainerArguments
-from .coordinator_client import CoordinatorClient, LocalCoordinator
+from .coordinator_client import CoordinatorClient
+from .place import LocalCoordinator, TrainerPlace
 from .pserver_client import PserverClient
 from .pserver_connection import PserverConnection
 from .pserver_group import DeclaredRun, PserverGroup
@@ -58,8 +59,11 @@ class RunClient:
         self._token = None if token is None else TokenPair(token, lambda line: self.log.warning(line))
         self._control = make_blocking_client(self.settings.client_tls, self._token)
         self.io = Exchange(self.settings.client_tls, self._token)
-        coordinator_type = LocalCoordinator if self.settings.strategy == "local" else CoordinatorClient
-        self.coordinator = coordinator_type(self.settings, self._control)
+        self.coordinator: TrainerPlace = (
+            LocalCoordinator(self.settings)
+            if self.settings.strategy == "local"
+            else CoordinatorClient(self.settings, self._control)
+        )
         self.coordinator.news.wake = self.io.wake
 
     @property
