@@ -67,7 +67,7 @@ def parse_param(text: str) -> ParameterSpec:
     """Parse `NAME:SHAPE[:DTYPE]`; raises CommandError.
 
     >>> parse_param("w1:10x1000")
-    ParameterSpec(name='w1', shape=(10, 1000), dtype='F32', group=0)
+    ParameterSpec(name='w1', shape=(10, 1000), dtype='F32', group=0, is_sparse=False)
     >>> parse_param("scale::BF16").shape
     ()
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -152,6 +153,26 @@ class QuantisedPart:
         return dequantise(self._integers[begin:end], self._scales[begin // GROUP : -(-end // GROUP)])
 
 
+def check_increasing(indices: Tensor, limit: int) -> None:
+    """Raise BadInput unless the indices increase and lie in [0, limit)."""
+    is_sorted = bool((indices[1:] > indices[:-1]).all())
+    if len(indices) and not (is_sorted and int(indices[0]) >= 0 and int(indices[-1]) < limit):
+        text = "the indices of a block must increase, from 0 to below its size"
+        raise BadInput(text, code="malformed_frame", expected=f"< {limit}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some rows of a block of a sparse parameter: gradients, or values. Tensors are only read."""
+
+    indices: Tensor  # (k,) int64 or int32, increasing
+    values: Tensor  # (k, width), floating
+
+    def check(self, num_rows: int) -> None:
+        """Raise BadInput unless the indices increase and lie within the block."""
+        check_increasing(self.indices, num_rows)
+
+
 class SparsePart:
     """A part of some elements at increasing indices; the others are 0."""
 
@@ -161,12 +182,7 @@ class SparsePart:
 
     def check(self) -> None:
         """Raise BadInput unless the indices increase and lie within the block."""
-        indices = self._indices
-        is_sorted = bool((indices[1:] > indices[:-1]).all())
-        if not is_sorted or not 0 <= int(indices[0]) <= int(indices[-1]) < self.shape[0]:
-            raise BadInput(
-                "the indices of a sparse block must increase, from 0 to below its size", code="malformed_frame"
-            )
+        check_increasing(self._indices, self.shape[0])
 
     def __getitem__(self, elements: slice) -> Tensor:
         begin, end, _ = elements.indices(self.shape[0])

@@ -190,6 +190,9 @@ class DeclareModel(Message):
     incarnation: Incarnation
     parameters: tuple[tuple[Name, Shape, Label, Integer], ...] = Field(max_length=MAX_TENSORS)
     buffers: tuple[tuple[Name, Shape, Label], ...] = Field(default=(), max_length=MAX_TENSORS)
+    sparse: tuple[Name, ...] = Field(
+        default=(), max_length=MAX_TENSORS, description="the parameters whose gradients name the rows that they touch"
+    )
     optimizer: Label
     group_flags: tuple[Annotated[dict[Label, Flag], Field(max_length=100)], ...] = Field(max_length=MAX_MEMBERS)
     members: tuple[tuple[Label, Label, Positive], ...] = Field(

@@ -132,12 +132,16 @@ RULES: Mapping[str, OptimizerRule] = {
         ("lr", "betas", "eps", "weight_decay", "momentum_decay"), ("decoupled_weight_decay", "maximize")
     ),
     "RAdam": OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("decoupled_weight_decay", "maximize")),
+    "SparseAdam": OptimizerRule(("lr", "betas", "eps"), ("maximize",)),
 }
+# The rules that step sparse parameters, with the numbers that must be 0 for them: these touch rows without a gradient.
+SPARSE_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "SGD": ("momentum", "weight_decay"), "Adagrad": ("weight_decay",), "SparseAdam": (),
+}  # fmt: skip
 
 # Optimizers of torch that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "LBFGS": "it evaluates a closure several times a step and mixes all elements in its line search",
-    "SparseAdam": "its gradients are sparse",
     "Adafactor": "its second moment is factored over the rows and columns of the whole tensor",
     "Muon": "it orthogonalises whole matrices",
     "ASGD": "its averaging is not implemented on the pserver",
@@ -177,7 +181,7 @@ def check_optimizer(
 def _find_rule(optimizer: str) -> None:
     if optimizer not in RULES:
         reason = REFUSED.get(optimizer, "it is not on the list, so it is not known to be element-wise")
-        advice = "" if optimizer in ("LBFGS", "SparseAdam") else RING_ADVICE
+        advice = "" if optimizer == "LBFGS" else RING_ADVICE
         raise BadInput(
             f"{optimizer} cannot run on a pserver: {reason}{advice}",
             code="unsupported_optimizer", expected=", ".join(RULES), actual=optimizer,
@@ -217,6 +221,18 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         for key, value in numbers.items():
             _check_number(index, key, value)
     return groups
+
+
+def check_sparse_numbers(spec: OptimizerSpec, sparse_groups: Iterable[int], groups: list[HyperParameters]) -> None:
+    """Raise BadInput if a group with sparse parameters has a number that would change rows without a gradient."""
+    for index in sparse_groups:
+        for name in SPARSE_NUMBERS[spec.rule(index)]:
+            if groups[index][name]:
+                raise BadInput(
+                    f"{spec.rule(index)} with {name} cannot step sparse parameters: it would change rows without a "
+                    "gradient. Set it to 0, or create the Embedding with sparse=False",
+                    code="bad_hyper_parameters", expected=f"{name} 0 in group {index}", actual=groups[index][name],
+                )  # fmt: skip
 
 
 def find_difference(one: Sequence[HyperParameters], other: Sequence[HyperParameters]) -> tuple[str, object, object]:
@@ -285,6 +301,7 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "Adamax": ("exp_avg", "exp_inf"),
     "NAdam": ("exp_avg", "exp_avg_sq"),
     "RAdam": ("exp_avg", "exp_avg_sq"),
+    "SparseAdam": ("exp_avg", "exp_avg_sq"),
 }
 _NEEDED_OPTIONS = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import BadModel
-from .optimizers import BUFFER_RULES, OptimizerSpec
+from .optimizers import BUFFER_RULES, SPARSE_NUMBERS, OptimizerSpec
 from .vocabulary import (
     DTYPE_BYTES,
     PARAMETER_DTYPES,
@@ -26,10 +26,11 @@ from .vocabulary import (
     is_shape,
     is_size,
 )
-from .wire_types import UNCHANGED, WireTensor, WireTypes
+from .wire_types import LOSSY, UNCHANGED, WireTensor, WireTypes, sparse
 
 DEFAULT_PLACEMENT: Placement = "balanced"  # never worse on real models: docs/modes.md
 MAX_PSERVERS = 1 << 16
+MAX_ROWS = (1 << 31) - 1  # of a sparse parameter: an I32 names a row
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class SlicePlan:
         return {spec.name: rules[spec.group] for spec in self.parameters if rules[spec.group] in BUFFER_RULES}
 
     @cached_property
+    def sparse_groups(self) -> frozenset[int]:
+        """The parameter groups that have a sparse parameter."""
+        return frozenset(spec.group for spec in self.parameters if spec.is_sparse)
+
+    @cached_property
     def shards(self) -> tuple[tuple[Block, ...], ...]:
         """The blocks of each pserver, in plan order."""
         shards: list[list[Block]] = [[] for _ in range(self.num_pservers)]
@@ -85,9 +91,14 @@ class SlicePlan:
         return {name: tuple(its) for name, its in blocks.items()}
 
     def pushed(self, block: Block) -> list[WireTensor]:
-        """Return the tensors that a push of this block consists of."""
-        dtype = self.parameter[block.parameter].dtype
-        return self._wire_of(block.parameter).pushed(block.name, dtype, block.num_elements)
+        """Return the tensors that a push of this block consists of; of a sparse parameter, one that names all rows."""
+        spec = self.parameter[block.parameter]
+        tensors = self._wire_of(block.parameter).pushed(block.name, spec.dtype, block.num_elements)
+        return (
+            sparse(block.name, tensors[0][1], block.num_elements // spec.width, spec.width)
+            if spec.is_sparse
+            else tensors
+        )
 
     def pulled(self, parameter: str) -> str:
         """Return the dtype of a parameter's values on the wire, when trainers pull them."""
@@ -113,7 +124,9 @@ class SlicePlan:
     def as_json(self) -> dict[str, Any]:
         """All but the digest, as plain JSON values; the caller must not change them."""
         return {
-            "parameters": [[p.name, list(p.shape), p.dtype, p.group] for p in self.parameters],
+            "parameters": [
+                [p.name, list(p.shape), p.dtype, p.group, *([True] if p.is_sparse else [])] for p in self.parameters
+            ],
             "blocks": [[b.parameter, b.index, b.begin, b.end, b.pserver] for b in self.blocks],
             "num_pservers": self.num_pservers,
             "buffers": [[b.name, list(b.shape), b.dtype, b.pserver] for b in self.buffers],
@@ -194,7 +207,7 @@ def slice_parameter(
     """Cut `num_elements` into contiguous half-open ranges that differ by one element at most, larger ones first.
 
     There are `min(ceil(num_elements / min_block_size), num_pservers)` of them; one if `whole`; none for an
-    empty parameter. For example, shape (10, 1000) on three pservers:
+    empty parameter. Of a sparse parameter the rows are cut. For example, shape (10, 1000) on three pservers:
 
     >>> slice_parameter(10 * 1000, 3)
     [(0, 5000), (5000, 10000)]
@@ -236,11 +249,18 @@ def make_plan(
         raise BadModel("there is no such placement", expected=" or ".join(PLACE), actual=f"{placement!r:.80}")
     wire.check()
     _check_model(parameters, buffers, optimizer)
+    if (wire.push in LOSSY or wire.pulls_deltas) and any(spec.is_sparse for spec in parameters):
+        raise BadModel("sparse gradients have no push_type int8 and topk, and no pull_type int8. Use bfloat16")
     cuts = [
-        (spec, index, begin, end)
+        (spec, index, begin * spec.width, end * spec.width)
         for spec in parameters
         for index, (begin, end) in enumerate(
-            slice_parameter(spec.num_elements, num_pservers, min_block_size=min_block_size, whole=not slice_parameters)
+            slice_parameter(
+                spec.num_elements // spec.width,
+                num_pservers,
+                min_block_size=-(-min_block_size // spec.width),
+                whole=not slice_parameters,
+            )
         )
     ]
     sized = [(f"{s.name}.block{i}", (end - begin) * DTYPE_BYTES[s.dtype]) for s, i, begin, end in cuts]
@@ -298,12 +318,28 @@ def _check_model(
                 expected="0 or more" if num_groups is None else f"0 to {num_groups - 1}",
                 actual=f"{spec.group!r:.80}",
             )
+        if optimizer is not None:
+            _check_sparse(spec, optimizer.rule(spec.group))
     names_of_parameters = frozenset(names)
     for name, shape, dtype in buffers:
         _check_tensor("buffer", name, shape, dtype, tuple(DTYPE_BYTES), names)
         parameter, _, index = name.rpartition(".block")
         if parameter in names_of_parameters and index.isdecimal():
             raise BadModel(f"buffer {name!r:.200} has the name of a block of parameter {parameter!r:.200}")
+
+
+def _check_sparse(spec: ParameterSpec, rule: str) -> None:
+    if spec.is_sparse and (rule not in SPARSE_NUMBERS or not spec.shape or spec.shape[0] > MAX_ROWS):
+        raise BadModel(
+            f"{rule} does not support the sparse gradients of {spec.name!r:.200}. Use SparseAdam, Adagrad or SGD, with "
+            "gradpost.wrap_optimizers if other parameters need another one, or create the Embedding with sparse=False",
+            expected=f"{', '.join(SPARSE_NUMBERS)}, and at most {MAX_ROWS} rows",
+            actual=f"{rule}, shape {list(spec.shape)}",
+        )  # fmt: skip
+    if rule == "SparseAdam" and not spec.is_sparse:
+        raise BadModel(
+            f"SparseAdam does not support dense gradients, such as that of {spec.name!r:.200}. Use Adam for it"
+        )
 
 
 def _check_tensor(

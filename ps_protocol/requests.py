@@ -33,6 +33,7 @@ COMPUTED_ON_KEY = "computed_on"
 SKIPPED_KEY = "skipped_for"  # the trainers whose gradients were not finite, so that the round was skipped
 SINCE_KEY = "since"  # blocks that have not changed after this round are left out
 APPLIED_KEY = "applied"  # in asynchronous modes: the number of applied contributions of all trainers
+POSITION_KEY = "position"  # in asynchronous modes with sparse parameters: the base of the trainer's next pull
 HISTORY_KEY = "history"  # of a shard between contributions: the newest step of each trainer in it
 
 # Metadata of frames of optimizer state.
@@ -175,6 +176,7 @@ class Pulled:
     version: Round
     base: Round | None  # blocks that have not changed after it were omitted, and deltas apply to it
     skipped_for: tuple[Rank, ...]  # the ranks with NaN or infinity, because of which the round was skipped
+    position: int | None = None  # the base of the next pull, where that is not the version
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of the outcome.
@@ -188,7 +190,12 @@ class Pulled:
     def from_metadata(cls, version: Round, metadata: Mapping[str, str]) -> Pulled:
         """Read the metadata of a pserver's answer."""
         base = metadata.get(SINCE_KEY)
-        return cls(version, None if base is None else int(base), tuple(json.loads(metadata.get(SKIPPED_KEY, "[]"))))
+        skipped_for, position = json.loads(metadata.get(SKIPPED_KEY, "[]")), metadata.get(POSITION_KEY)
+        return cls(version, _to_int(base), tuple(skipped_for), _to_int(position))
+
+
+def _to_int(text: str | None) -> int | None:
+    return None if text is None else int(text)
 
 
 class PushAnswer(Message):

@@ -83,11 +83,17 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: str = "F32"
     group: int = 0
+    is_sparse: bool = False  # its gradients name the rows that they touch
 
     @property
     def num_elements(self) -> int:
         """The number of elements; 1 for a scalar, whose shape is empty."""
         return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """The number of elements of a row, the unit in which a sparse parameter is cut; 1 for other parameters."""
+        return max(1, math.prod(self.shape[1:])) if self.is_sparse else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,10 @@ Only float32 parameters are made smaller. A block called `w.block0` with n eleme
     int8       w.block0 (n,) I8,              and w.block0.scales (ceil(n / 256),) F32: I8[i] * scales[i // 256]
     topk       w.block0 (k,) F32,             and w.block0.indices (k,) I32, increasing: all other elements are 0
 
+The gradient of a sparse parameter, and the change of its values, name rows of the block, each of `width` elements:
+
+    float32    w.block0.rows (k,) I32, increasing, and w.block0 (k * width,) F32; bfloat16 and float16 likewise
+
 A pull in int8 is the delta to the round before, for trainers that have its values. Pservers add the quantisation error
 to the next delta. Other trainers pull float32.
 """
@@ -23,9 +27,11 @@ from .errors import BadModel
 PushType: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "topk"]
 PullType: TypeAlias = Literal["float32", "bfloat16", "float16", "int8"]
 
+LOSSY: frozenset[PushType] = frozenset(("int8", "topk"))
 GROUP = 256  # elements that share a scale
 DEFAULT_TOPK = 0.01
 SCALES = ".scales"  # suffix of a block's second tensor
+ROWS = ".rows"
 
 _FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -39,6 +45,15 @@ def quantised(name: str, num_elements: int) -> list[WireTensor]:
     [('w.block0', 'I8', (1000,)), ('w.block0.scales', 'F32', (4,))]
     """
     return [(name, "I8", (num_elements,)), (name + SCALES, "F32", (-(-num_elements // GROUP),))]
+
+
+def sparse(name: str, dtype: str, num_rows: int, width: int) -> list[WireTensor]:
+    """Return the tensors of some rows of a block.
+
+    >>> sparse("w.block0", "F32", 3, 16)
+    [('w.block0.rows', 'I32', (3,)), ('w.block0', 'F32', (48,))]
+    """
+    return [(name + ROWS, "I32", (num_rows,)), (name, dtype, (num_rows * width,))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import Completion
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
-from ps_protocol.wire_types import WireTensor
+from ps_protocol.wire_types import WireTensor, sparse
 
 from ..transport.tensors import has_wire_layout, writable_bytes
 from .error_feedback import ErrorFeedback, Remainder
@@ -75,6 +75,26 @@ class BucketEntry:
         return [writable_bytes(tensor) for tensor in self.filled]
 
 
+@dataclass(slots=True)
+class RowsEntry(BucketEntry):
+    """A block of a sparse parameter: the rows that a gradient touches, and their number."""
+
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        self.num_bytes, self.is_small, self.dtype = 0, False, None
+
+    def fill(self, source: Tensor, *, borrow: bool) -> None:
+        """Fill the block from a sparse gradient of the whole parameter, which is coalesced."""
+        indices, values = source.indices()[0], source.values()
+        first, last = self.block.begin // self.width, self.block.end // self.width
+        begin, end = torch.searchsorted(indices, torch.tensor([first, last])).tolist()
+        name, dtype, _ = self.tensors[-1]
+        rows = values[begin:end].reshape(-1).to(TORCH_DTYPES[dtype], copy=not borrow)
+        self.filled = ((indices[begin:end] - first).int(), rows)
+        self.tensors = sparse(name, dtype, end - begin, self.width)
+
+
 class Bucket:
     """One frame, which is filled from tensors and then sent.
 
@@ -92,6 +112,7 @@ class Bucket:
         dtype = dtypes.pop() if small and len(dtypes) == 1 else None
         # All small blocks, some of them of an earlier step; None if their dtypes differ.
         self._small = None if dtype is None else torch.frombuffer(small, dtype=dtype)
+        self._has_rows = any(isinstance(entry, RowsEntry) for entry in entries)
         self._header: memoryview | None = None  # of the newest frame, if all entries were filled
         self._announced: Completion | None = None  # the completion in it
         self._segments: list[BucketEntry | memoryview] = []  # in order: large blocks, and ranges of small blocks
@@ -115,7 +136,7 @@ class Bucket:
         copied: list[tuple[Tensor, Tensor]] = []  # in one call, because each takes more time than a small block
         for entry in self.present:
             source = flat[entry.block.parameter]
-            if entry.block.num_elements != source.numel():
+            if entry.block.num_elements != source.numel() and not source.is_sparse:
                 source = source[entry.block.begin : entry.block.end]
             if entry.is_small and entry.remainder is None:
                 copied.append((entry.own[0], source))
@@ -139,7 +160,7 @@ class Bucket:
         if not is_full or self._header is None or completion != self._announced:
             tensors = [tensor for entry in self.present for tensor in entry.tensors]
             header = memoryview(encode_header(tensors, None if completion is None else completion.to_metadata()))
-            self._header, self._announced = header if is_full else None, completion
+            self._header, self._announced = header if is_full and not self._has_rows else None, completion
         else:
             header = self._header
         parts = [header]
@@ -185,8 +206,12 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
         for block in reversed(shard):
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
-            remainder = feedback.of(block, plan.wire.push) if feedback is not None and len(tensors) > 1 else None
-            entry = BucketEntry(block, tensors, remainder)
+            spec = plan.parameter[block.parameter]
+            if feedback is not None and spec.is_sparse:
+                entry: BucketEntry = RowsEntry(block, tensors, None, width=spec.width)
+            else:
+                lossy = feedback if len(tensors) > 1 else None
+                entry = BucketEntry(block, tensors, None if lossy is None else lossy.of(block, plan.wire.push))
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
             if groups[-1] and (size + entry.num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
                 groups.append([])

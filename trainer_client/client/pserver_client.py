@@ -200,6 +200,7 @@ class PserverClient:
             sink = FrameSink(
                 destination.blocks,
                 deltas=NO_DELTAS if deltas is None else deltas.memory,
+                rows=destination.rows,
                 on_block=on_block if deltas is None else None,
             )
             headers = {**connection.fence._replace(round=pull.round).to_headers(), **pull_headers}

@@ -169,7 +169,7 @@ class PserverGroup:
         else:
             answers = yield from self._pull_clipped(Pull(round_, barrier), get)
         for destination, pulled in zip(destinations, answers, strict=True):
-            destination.base = pulled.version
+            destination.base = pulled.version if pulled.position is None else pulled.position
         self._note_results(round_, answers)
         self._coordinator.note_pulled(round_)
 

@@ -146,6 +146,7 @@ class RunClient:
             incarnation=self.joined.incarnation,
             parameters=tuple((p.name, p.shape, p.dtype, p.group) for p in parameters),
             buffers=tuple(buffers),
+            sparse=tuple(p.name for p in parameters if p.is_sparse),
             optimizer=optimizer.name,
             group_flags=optimizer.group_flags,
             members=optimizer.members,

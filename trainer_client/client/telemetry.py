@@ -17,6 +17,8 @@ from ps_config.certificates import TlsFiles, server_context
 from ps_config.hosts import authority, reachable_host
 from ps_protocol.fields import OWN_RESULTS
 
+from ..transport.tensors import elements_of
+
 PERIOD_SECONDS = 1.0  # between two measures
 PAUSE = 200  # times the duration of a measure, which grows with the number of parameters
 
@@ -147,7 +149,7 @@ class StepMeasures:
         """Measure the step that the block takes with these gradients."""
         began = perf_counter()
         if began >= self._due:
-            norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+            norm = float(torch.nn.utils.get_total_norm([*map(elements_of, gradients.values())]))
             measures = {"gradient_norm": norm, "waiting_share": self._waited / (began - self._since)}
             if rate is not None:
                 measures["learning_rate"] = float(rate)

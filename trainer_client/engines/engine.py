@@ -15,7 +15,9 @@ from ps_protocol.vocabulary import Round
 class StepGradients(NamedTuple):
     """The contribution of one trainer, or one process, to a step."""
 
-    gradients: Mapping[str, Tensor]  # by parameter name, of shape (numel,); parameters without a gradient are left out
+    # By parameter name, of shape (numel,), or for sparse parameters coalesced COO tensors in host memory. Parameters
+    # without a gradient are left out.
+    gradients: Mapping[str, Tensor]
     completion: Completion = Completion(0, [])  # PserverEngine sets `computed_on`, `count_blocks` the counts
     is_finite: bool = True  # False: the gradients have overflowed, and were cleared
 

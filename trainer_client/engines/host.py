@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ps_protocol.plan import make_ring_plan
 
@@ -55,7 +56,9 @@ class HostEngine:
             self._client.begin_run(DeclaredRun(make_ring_plan([]), nonfinite=started["nonfinite"]))
         host.connect_tensors(device)
         place, host_memory = host.place, torch.device("cpu")
-        self._buckets = cut_buckets(model.parameters, started["bucket_bytes"], device)
+        dense = {name: each for name, each in model.parameters.items() if name not in model.sparse}
+        self._sparse = {name: model.parameters[name] for name in model.sparse}
+        self._buckets = cut_buckets(dense, started["bucket_bytes"], device)
         self._tally = TallyVector(list(model.parameters), place.process, place.num_processes, host_memory)
         self._values = BroadcastBuffer(model.pulled, device)
         self._broadcast(BroadcastBuffer({**model.pulled, **model.stored}, device), started)
@@ -78,9 +81,9 @@ class HostEngine:
         Process 0 decides the hyperparameters. A parameter has no gradient if no process has one. If the gradients of a
         process have overflowed, the host contributes none.
         """
-        tally = self._sum_up(contribution)
+        tally, rows = self._sum_up(contribution)
         if self._engine is not None:
-            gradients = {} if tally.nonfinite else self._take_means(tally)
+            gradients = {} if tally.nonfinite else self._take_means(tally, rows)
             with self._host.reporting_failure():
                 self._engine.step(contribution._replace(gradients=gradients, is_finite=not tally.nonfinite))
         result = self._share_result()
@@ -92,22 +95,26 @@ class HostEngine:
         """Implement `StepEngine.synchronize`. No step is ever on its way."""
         return False
 
-    def _sum_up(self, contribution: StepGradients) -> Tally:
-        """Sum the gradients of all processes in process 0, and return what they have."""
+    def _sum_up(self, contribution: StepGradients) -> tuple[Tally, dict[str, Tensor]]:
+        """Sum the gradients of all processes in process 0; return what they have, and the sums of sparse ones."""
         for bucket in self._buckets:
             bucket.fill(contribution.gradients)
             self._host.tensors.reduce(bucket.flat)
+        rows = {name: _copy_rows(contribution.gradients.get(name), its) for name, its in sorted(self._sparse.items())}
+        for gradient in rows.values():
+            self._host.control.all_reduce(gradient)
         self._tally.fill(contribution.gradients.keys(), is_finite=contribution.is_finite)
         self._host.control.all_reduce(self._tally.vector)
         self._host.control.finish()
         self._host.tensors.finish()
-        return self._tally.read()
+        return self._tally.read(), rows
 
-    def _take_means(self, tally: Tally) -> dict[str, torch.Tensor]:
+    def _take_means(self, tally: Tally, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the means of the gradients that were summed, in process 0."""
         for bucket in self._buckets:
             bucket.flat.mul_(1 / self._host.place.num_processes)
         means = {name: part for bucket in self._buckets for name, part in bucket.parts.items()}
+        means |= {name: (sums / self._host.place.num_processes).coalesce() for name, sums in rows.items()}
         return {name: means[name] for name in tally.present}
 
     def _share_result(self, **facts: Any) -> Mapping[str, Any]:
@@ -131,3 +138,12 @@ class HostEngine:
         self._client.adopt_results(result["round"], result["skipped"], result["grad_norm"])
         if self._local is not None:
             self._local.begin_count()
+
+
+def _copy_rows(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """Return a copy of a sparse gradient in host memory, without rows if there is none."""
+    if gradient is not None:
+        return gradient.clone()
+    rows = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+    indices = torch.empty((1, 0), dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, rows, parameter.shape, is_coalesced=True, check_invariants=False)

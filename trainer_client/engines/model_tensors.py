@@ -24,7 +24,7 @@ from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
 from ..transport.device_copies import check_devices, is_away
 from ..transport.tensors import WIRE_DTYPES, check_form, wire_dtype
-from .script_optimizers import CombinedOptimizer
+from .script_optimizers import CombinedOptimizer, members_of
 
 CHOICES = {"average": MEAN, "lowest_rank": LOWEST_RANK, "leave": ""}  # for float buffers, with their update rules
 MAX_NAMED = 5  # buffers in a message
@@ -41,6 +41,7 @@ class TrainedModel:
     num_unnamed: int  # parameters that are called by their position
     averages: BufferAverages
     stored: Mapping[str, Tensor]  # pulled once: other buffers, and frozen parameters
+    sparse: frozenset[str]  # the parameters with sparse gradients
     aliases: Mapping[str, str]  # further names of tied tensors
 
     @property
@@ -57,7 +58,7 @@ class TrainedModel:
         """Return what a trainer declares: the parameters in the groups of `optimizer`, and the stored tensors."""
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = [
-            ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)])
+            ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)], name in self.sparse)
             for name, p in self.parameters.items()
         ]
         parameters += self.averages.specs(group=len(optimizer.param_groups))
@@ -72,7 +73,17 @@ def find_tensors(optimizer: Optimizer, model: nn.Module | None, buffers: Mapping
     averages = BufferAverages(model, stored, buffers)
     aliases = find_aliases(model, named | stored)
     rest = {name: tensor for name, tensor in stored.items() if name not in averages.means}
-    return TrainedModel(model, named, num_unnamed, averages, rest, aliases)
+    return TrainedModel(model, named, num_unnamed, averages, rest, _find_sparse(optimizer, model, named), aliases)
+
+
+def _find_sparse(optimizer: Optimizer, model: nn.Module | None, named: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the parameters of SparseAdam, and of modules such as `nn.Embedding(sparse=True)`."""
+    modules = () if model is None else model.modules()
+    found = {id(module.weight) for module in modules if getattr(module, "sparse", None) is True}
+    for member in members_of(optimizer).values():
+        if isinstance(member, torch.optim.SparseAdam):
+            found.update(id(parameter) for group in member.param_groups for parameter in group["params"])
+    return frozenset(name for name, parameter in named.items() if id(parameter) in found)
 
 
 def log_names(log: FilteringBoundLogger, model: TrainedModel) -> None:

@@ -82,7 +82,9 @@ class Pipeline:
         parameters = {name: self._parameters[name] for name in names}
         if not bumps_version:
             parameters = {name: parameter.data for name, parameter in parameters.items()}
-        write_back(parameters, memory.received, self._parameter_copies)
+        dense = {name: parameter for name, parameter in parameters.items() if name in memory.received}
+        write_back(dense, memory.received, self._parameter_copies)
+        memory.write_rows(parameters)
 
     # ------------------------------------------------------------------ gradients out
 

@@ -18,7 +18,7 @@ from ps_protocol.vocabulary import Round
 from ..session.session import Session
 from ..transport.destinations import make_destinations, write_back
 from ..transport.device_copies import ParameterCopies
-from ..transport.tensors import writable_bytes
+from ..transport.tensors import elements_of, writable_bytes
 from .engine import StepGradients, StepProgress
 from .model_tensors import TrainedModel
 from .pipeline import Pipeline
@@ -257,9 +257,10 @@ class PserverEngine:
         max_norm = self._client.run.max_grad_norm
         if max_norm is None:
             return gradients
-        norm = torch.nn.utils.get_total_norm(gradients.values())
+        elements = [*map(elements_of, gradients.values())]
+        norm = torch.nn.utils.get_total_norm(elements)
         is_suspect = self._client.run.nonfinite == "reject" and not torch.isfinite(norm)
-        if is_suspect and not all(map(is_finite, gradients.values())):
+        if is_suspect and not all(map(is_finite, elements)):
             return gradients
         self._client.results.grad_norm = float(norm)
         coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)  # float32, whose bits are those of torch

@@ -27,6 +27,7 @@ from ps_protocol.vocabulary import Rank, Round
 
 from ..session.collectives import DONE_TIMEOUT, BroadcastBuffer, Group, Tally, TallyVector, cut_buckets
 from ..session.session import Session
+from ..transport.tensors import elements_of
 from .engine import StepGradients, StepProgress
 from .model_tensors import TrainedModel
 from .script_optimizers import LocalSteps, members_of, step_with_gradients
@@ -53,7 +54,9 @@ class RingEngine:
         self._tally = TallyVector(list(model.parameters), group.rank, group.size, group.device)
         self._is_done = False  # no batches are left here
         self._is_broken = False  # a round was given up after gradients were sent
-        self._buckets = cut_buckets(model.parameters, self._agree_on_bucket_bytes(), group.device)
+        dense = {name: each for name, each in model.parameters.items() if name not in model.sparse}
+        self._buckets = cut_buckets(dense, self._agree_on_bucket_bytes(), group.device)
+        self._rows: dict[str, Tensor] = {}  # sparse gradients of this round, which only a trainer alone may have
         self._averages = {name: part for bucket in self._buckets for name, part in bucket.parts.items()}
         self._broadcast({**model.pulled, **model.stored})
         model.averages.write_back()
@@ -112,6 +115,7 @@ class RingEngine:
             terms=_numbers(self._optimizer),
             has_written=self._has_written,
         )
+        self._rows = {name: gradient for name, gradient in gradients.items() if gradient.is_sparse}
         self._take_round(gradients)
 
     def _find_nonfinite(self, gradients: Mapping[str, Tensor]) -> list[str]:
@@ -119,10 +123,11 @@ class RingEngine:
         if not gradients:
             return []
         device = self._group.device
-        totals = torch.stack([gradient.sum(dtype=torch.float32).to(device) for gradient in gradients.values()])
+        elements = {name: elements_of(gradient) for name, gradient in gradients.items()}
+        totals = torch.stack([each.sum(dtype=torch.float32).to(device) for each in elements.values()])
         # A sum that is not finite may have overflowed; of one that is, all elements are.
-        suspects = [name for name, is_sure in zip(gradients, totals.isfinite().tolist(), strict=True) if not is_sure]
-        return [name for name in suspects if not bool(gradients[name].isfinite().all())]
+        suspects = [name for name, is_sure in zip(elements, totals.isfinite().tolist(), strict=True) if not is_sure]
+        return [name for name in suspects if not bool(elements[name].isfinite().all())]
 
     @torch.no_grad()
     def join_others(self) -> None:
@@ -219,8 +224,10 @@ class RingEngine:
         """Step with the averages; with local steps from the values before them."""
         for name, value in ({} if self._local is None else self._local.starting_values).items():
             self._parameters[name].copy_(value)
-        averages = {}
+        averages = dict(self._rows)
         for name in present:
+            if name in averages:
+                continue
             parameter, average = self._parameters[name], self._averages[name]
             averages[name] = average.view(parameter.shape)
             if not parameter.is_contiguous() or (parameter.dtype, parameter.device) != (average.dtype, average.device):
@@ -259,13 +266,16 @@ class RingEngine:
 
         Parameters without a gradient have zeros.
         """
-        squares = torch.stack([bucket.sum_of_squares() for bucket in self._buckets]).sum(0, keepdim=True)
+        sums = [bucket.sum_of_squares() for bucket in self._buckets]
+        sums += [elements_of(rows).double().square().sum() for rows in self._rows.values()]
+        squares = torch.stack(sums).sum(0, keepdim=True)
         self._group.collectives.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
         self._group.wait()
         norm = math.sqrt(float(squares))
         coefficient = clip_coefficient(norm, max_norm)
         for bucket in self._buckets if coefficient != 1 else ():
             bucket.flat.mul_(coefficient)
+        self._rows = {name: rows * coefficient for name, rows in self._rows.items()}
         return norm
 
 

@@ -20,19 +20,19 @@ class StepMemory:
 
     Parameters arrive in their own memory if that has the form on the wire and the script computes nothing meanwhile.
     With `max_delay` they arrive in separate memory. So they do if pulls are deltas, because a delta is added to pulled
-    values, which the script must not have changed.
+    values, which the script must not have changed. Rows of sparse parameters always arrive in memory of their own.
     """
 
     def __init__(self, client: RunClient, parameters: Mapping[str, Tensor]) -> None:
         plan = client.run.plan
         self._client = client
-        self._parameters = parameters
         self._parameter_of = {block.name: block.parameter for shard in plan.shards for block in shard}
+        self._parameters = {name: each for name, each in parameters.items() if not plan.parameter[name].is_sparse}
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
         self._is_apart = client.joined.consistency.max_delay > 0 or plan.wire.pulls_deltas
         self.received: dict[str, Tensor] = {}  # host tensors by parameter name, in the dtype on the wire
         if self._is_apart:
-            self.received = {name: host_memory(parameter, self._dtypes[name]) for name, parameter in parameters.items()}
+            self.received = {name: host_memory(each, self._dtypes[name]) for name, each in self._parameters.items()}
         self.follow_parameters()
         self.gradients: dict[str, Tensor] = {}  # host copies of gradients on a device, by parameter name, (numel,)
         size, feedback = client.settings.chosen_bucket_bytes, client.pservers.feedback
@@ -50,6 +50,13 @@ class StepMemory:
         """The parameters that the newest pull has written."""
         received = (name for destination in self.destinations for name in destination.received)
         return {self._parameter_of[name] for name in received if name in self._parameter_of}  # else scales of deltas
+
+    def write_rows(self, parameters: Mapping[str, Tensor]) -> None:
+        """Write the rows that the newest pull has brought to these sparse parameters."""
+        for destination in self.destinations:
+            for rows in destination.rows.values():
+                if rows.parameter in parameters:
+                    rows.write_to(parameters[rows.parameter])
 
     def forget_base(self) -> None:
         """Pull all blocks the next time, because the received values may have changed."""

@@ -92,11 +92,11 @@ def write_state(
     return state
 
 
-def _write(optimizer: str, found: ParameterState, shape: torch.Size) -> dict[str, Tensor]:
+def _write(optimizer: str, found: ParameterState, shape: torch.Size) -> dict[str, Any]:
     slots = {name: slot.reshape(shape) for name, slot in found.slots.items()}
     if optimizer == "SGD":
         return slots
-    counts = {"step": _scalar(found.state.steps)}
+    counts: dict[str, Any] = {"step": found.state.steps if optimizer == "SparseAdam" else _scalar(found.state.steps)}
     if optimizer == "NAdam":
         counts["mu_product"] = _scalar(found.state.mu_product)
     return counts | slots

@@ -74,10 +74,16 @@ class UnfinishedStep:
             return
         for name in names:
             old, new = self.kept.gradients.get(name), gradients.get(name)
-            if old is not new and (old is None or new is None or not torch.equal(old, new)):
+            if old is not new and (old is None or new is None or not _are_equal(old, new)):
                 finish = "Call synchronize() to finish that round, and then compute the gradient again"
                 remedy = "Restart the script" if self._leads_host else finish
                 raise ContributionConflict(
                     f"step() was interrupted or failed in round {step}, and pservers may have counted its gradient of "
                     f"{name!r}, which differs from the new gradient. {remedy}"
                 )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_sparse and other.is_sparse:
+        return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+    return torch.equal(one, other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ModelMismatch
-from ps_protocol.optimizers import LOWEST_RANK, HyperParameters, OptimizerSpec
+from ps_protocol.optimizers import LOWEST_RANK, HyperParameters, OptimizerSpec, check_sparse_numbers
 from ps_protocol.requests import Completion
 
 from ..engines.engine import StepEngine, StepGradients
@@ -103,7 +103,8 @@ class DividedWork:
     is_async: bool
     buffer_rate: float  # the learning rate of buffers
     initial_state: ParameterStates  # the state of `optimizer` from its own steps or a checkpoint
-    flattening: Flattening = field(default_factory=Flattening)
+    sparse_groups: frozenset[int]
+    flattening: Flattening
 
     @property
     def num_optimizers(self) -> int:
@@ -115,6 +116,12 @@ class DividedWork:
         """True if each step is a round of all trainers."""
         return not self.is_async and self.local is None
 
+    def read_numbers(self) -> list[HyperParameters]:
+        """Return the hyperparameters for the pservers. Raises BadInput for those that sparse gradients do not allow."""
+        numbers = read_hyper_parameters(self.spec, self.optimizer)
+        check_sparse_numbers(self.spec, self.sparse_groups, numbers)
+        return numbers
+
     def contribute(self, parameters: Mapping[str, Tensor], is_finite: bool) -> StepGradients | None:
         """Return the contribution of a step of these parameters; None after a local step but the last."""
         if self.local is None:
@@ -123,7 +130,7 @@ class DividedWork:
             gradients, is_finite = self.local.outer_gradients(), True
         else:
             return None
-        found = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
+        found = [] if self.is_stepped_here else self.read_numbers()
         buffers: list[HyperParameters] = [{"lr": self.buffer_rate} for _ in self.model.averages.groups]
         return StepGradients(gradients, Completion(0, [*found, *buffers]), is_finite)
 
@@ -146,6 +153,8 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
         # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
         buffer_rate=1 / session.world_size if rules.is_async else 1.0,
         initial_state={} if is_stepped_here else _read_own_state(stepped, model),
+        sparse_groups=frozenset(spec.group for spec in model.describe(stepped)[0] if spec.is_sparse),
+        flattening=Flattening(model.sparse, session.client.log.warning),
     )
 
 

@@ -359,5 +359,6 @@ def unscale_gradients(optimizer: Optimizer, parameters: Collection[Tensor]) -> b
             parameter.grad = None
         elif scale is not None and parameter.grad is not None:
             inverse = scale.double().reciprocal().float()  # as torch's `unscale_`
-            parameter.grad.mul_(inverse.to(parameter.grad.device, non_blocking=True))
+            gradient = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            gradient.mul_(inverse.to(gradient.device, non_blocking=True))
     return is_finite

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ps_protocol.encodings import PIECE, TORCH_DTYPES, add_delta
 from ps_protocol.errors import BadInput
+from ps_protocol.frames import TensorEntry
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, Round
 from ps_protocol.wire_types import SCALES, quantised
@@ -85,6 +87,7 @@ class ShardDestination:
     """
 
     blocks: Mapping[str, memoryview]  # writable bytes, by block name
+    rows: Mapping[str, RowsDestination] = field(default_factory=dict)  # the blocks of sparse parameters
     deltas: Deltas | None = None
     base: Round | None = None  # the version in the memory; None: unknown, or the script may have changed it
     received: Collection[str] = ()  # the blocks that the newest pull has written; it leaves out unchanged ones
@@ -93,23 +96,63 @@ class ShardDestination:
 def make_shard_destinations(
     plan: SlicePlan, memory: Mapping[str, memoryview], *, keeps_values: bool = False
 ) -> list[ShardDestination]:
-    """Return for each pserver the memory of its blocks within that of whole parameters (name -> bytes).
+    """Return for each pserver the memory of its blocks within that of whole dense parameters (name -> bytes).
 
     `keeps_values`: the memory keeps the pulled values, so that deltas may be added, if the run pulls deltas.
     """
     result = []
     for shard in plan.shards:
-        blocks, rounded = {}, {}
+        blocks, rounded, rows = {}, {}, {}
         for block in shard:
-            if block.parameter in memory:
+            if plan.parameter[block.parameter].is_sparse:
+                rows[block.name] = RowsDestination(block, plan)
+            elif block.parameter in memory:
                 dtype = plan.pulled(block.parameter)
                 begin, end = block.begin * DTYPE_BYTES[dtype], block.end * DTYPE_BYTES[dtype]
                 blocks[block.name] = memory[block.parameter][begin:end]
                 if dtype == "F32" and block.parameter not in plan.buffer_rules:
                     rounded[block.name] = blocks[block.name]
         deltas = Deltas(rounded) if keeps_values and plan.wire.pulls_deltas else None
-        result.append(ShardDestination(blocks, deltas))
+        result.append(ShardDestination(blocks, rows, deltas))
     return result
+
+
+class RowsDestination:
+    """The memory that a block of a sparse parameter is pulled to: its changed rows, or all, made for each pull.
+
+    From there it is written to the parameter once the pull has ended.
+    """
+
+    def __init__(self, block: Block, plan: SlicePlan) -> None:
+        self.parameter = block.parameter
+        self._width = plan.parameter[block.parameter].width
+        self._begin, self._end = block.begin // self._width, block.end // self._width
+        self._dtype = TORCH_DTYPES[plan.pulled(block.parameter)]
+        self._indices: Tensor | None = None  # None: all rows
+        self._values: Tensor | None = None  # None: no row has changed
+
+    def make_room(self, indices: TensorEntry | None, values: TensorEntry | None) -> list[memoryview]:
+        """Return memory for the tensors of a frame, the last of which has the values."""
+        self._indices = self._values = None
+        if values is None:
+            return []
+        num_rows = self._end - self._begin
+        if indices is not None:
+            num_rows = math.prod(indices.shape)
+            self._indices = torch.empty(num_rows, dtype=torch.int32, device="cpu")
+        self._values = torch.empty(num_rows * self._width, dtype=self._dtype, device="cpu")
+        return [writable_bytes(each) for each in (self._indices, self._values) if each is not None]
+
+    def write_to(self, parameter: Tensor) -> None:
+        """Write what the newest pull has brought to the parameter. May be repeated."""
+        if self._values is None:
+            return
+        rows = parameter.detach().view(-1, self._width)[self._begin : self._end]
+        values = self._values.view(-1, self._width).to(parameter.device, parameter.dtype)
+        if self._indices is None:
+            rows.copy_(values)
+        else:
+            rows.index_copy_(0, self._indices.to(parameter.device).long(), values)
 
 
 class Deltas:

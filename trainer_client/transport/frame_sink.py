@@ -8,6 +8,9 @@ from time import perf_counter
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
 from ps_protocol.requests import SINCE_KEY
+from ps_protocol.wire_types import ROWS
+
+from .destinations import RowsDestination
 
 NO_DELTAS: Mapping[str, memoryview] = {}
 
@@ -16,8 +19,8 @@ class FrameSink:
     """An incremental decoder of one frame, which writes to `destinations` (tensor name -> its writable bytes).
 
     An interrupted frame leaves them partly written; reading the same version again repairs that. Quantised deltas and
-    their scales are written to `deltas`. `on_block` is called with the name of each complete tensor, and of each
-    destination that the frame omits because it holds its values already.
+    their scales are written to `deltas`, blocks of sparse parameters to `rows`. `on_block` is called with the name of
+    each complete block, and of each that the frame omits because its destination holds its values already.
     """
 
     def __init__(
@@ -25,11 +28,14 @@ class FrameSink:
         destinations: Mapping[str, memoryview],
         *,
         deltas: Mapping[str, memoryview] = NO_DELTAS,
+        rows: Mapping[str, RowsDestination] | None = None,
         on_block: Callable[[str], None] | None = None,
     ) -> None:
         self._on_block = on_block
         self._destinations = destinations
         self._deltas = deltas
+        self._rows = rows or {}
+        self._expected = destinations.keys() | self._rows.keys()
         self._places: dict[str, memoryview] = {}  # memory of the tensors of this frame, by name
         self.delta_names: list[str] = []  # tensors of this frame that are written to `deltas`
         self._start = bytearray()  # length and header, until they are complete
@@ -75,7 +81,7 @@ class FrameSink:
         self.num_bytes += num_bytes
         if self._on_block is not None and self._frame is not None:
             entry = self._frame.tensors[self._index]
-            if self._filled == entry.end - entry.begin:
+            if self._filled == entry.end - entry.begin and entry.name in self._expected:
                 self._on_block(entry.name)
 
     def _feed_start(self, data: memoryview) -> memoryview:
@@ -90,8 +96,9 @@ class FrameSink:
         if len(self._start) < data_begin:
             return _EMPTY
         frame = parse_header(bytes(self._start[LENGTH_BYTES:data_begin]), TRUSTED_LIMITS)
+        rows = self._make_room(frame) if self._rows else {}
         for entry in frame.tensors:
-            destination = self._destinations.get(entry.name)
+            destination = rows.get(entry.name, self._destinations.get(entry.name))
             if entry.name in self._deltas and (entry.dtype == "I8" or destination is None):
                 destination = self._deltas[entry.name]
                 self.delta_names.append(entry.name)
@@ -105,17 +112,26 @@ class FrameSink:
             self._places[entry.name] = destination
         self._frame = frame
         if self._on_block is not None and SINCE_KEY in frame.metadata:
-            for name in self._destinations.keys() - self._places.keys():
+            for name in self._expected - self._places.keys():
                 self._on_block(name)
         rest = data[len(data) - (len(self._start) - data_begin) :]
         self.num_bytes -= len(rest)
         return rest
 
+    def _make_room(self, frame: Frame) -> dict[str, memoryview]:
+        """Return memory for the rows in this frame, by the name of the tensor."""
+        entries = {entry.name: entry for entry in frame.tensors}
+        made: dict[str, memoryview] = {}
+        for name, destination in self._rows.items():
+            memory = destination.make_room(entries.get(name + ROWS), entries.get(name))
+            made |= zip((name + ROWS, name)[-len(memory) :] if memory else (), memory, strict=True)
+        return made
+
     def finish(self) -> Mapping[str, str]:
         """Return the frame's metadata. Raises BadInput unless every destination is complete."""
         if self._frame is None or len(self.get_buffer()):
             raise BadInput("the reply ended early", code="malformed_frame")
-        missing = self._destinations.keys() - self._places.keys()
+        missing = self._expected - self._places.keys()
         if missing and SINCE_KEY not in self._frame.metadata:  # they have not changed
             raise BadInput(f"the reply lacks {sorted(missing)[0]!r}", code="malformed_frame")
         return self._frame.metadata

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,24 +37,39 @@ def has_wire_layout(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
+def elements_of(gradient: Tensor) -> Tensor:
+    """Return the elements of a gradient, not copied: of a sparse one, which is coalesced, those of its rows."""
+    return gradient.values() if gradient.is_sparse else gradient
+
+
 class Flattening:
     """Flat gradients of one model. Those that are not contiguous (`channels_last`) are copied to kept memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: Collection[str] = (), warn: Callable[[str], object] = lambda _: None) -> None:
+        """`sparse` names the parameters whose gradients stay sparse. `warn` is called once for any other."""
         self._memory: dict[str, Tensor] = {}
+        self._sparse = sparse
+        self._warn = warn
 
     def flat(self, name: str, gradient: Tensor) -> Tensor:
         """Return all elements in order, in the gradient's memory or in a copy that the next call replaces.
 
-        Raises BadModel if the gradient is sparse.
+        A gradient of a sparse parameter is returned as a coalesced COO tensor of its shape in host memory. Raises
+        BadModel if it is dense.
         """
-        if gradient.is_sparse:
-            raise BadModel(
-                f"the gradient of {name!r} is sparse, and only dense gradients can be pushed; create the Embedding "
-                "with sparse=False"
-            )
         if gradient.requires_grad:
             gradient = gradient.detach()
+        if name in self._sparse:
+            if not gradient.is_sparse or gradient.sparse_dim() != 1:
+                raise BadModel(
+                    f"the gradient of {name!r} must be a sparse COO tensor of rows, as its Embedding or SparseAdam has "
+                    "announced. Create the Embedding with sparse=False, and use Adam"
+                )
+            return gradient.coalesce().cpu()
+        if gradient.is_sparse:
+            if name not in self._memory:
+                self._warn(f"the sparse gradient of {name!r} travels as a whole one. Pass RemoteOptimizer the model")
+            gradient = self._memory[name] = gradient.to_dense()
         if gradient.is_contiguous():
             return gradient if gradient.dim() == 1 else gradient.view(-1)
         memory = self._memory.get(name)

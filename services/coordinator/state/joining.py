@@ -177,7 +177,13 @@ _SAME = "all trainers must build the same model"
 
 def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers: int) -> SlicePlan:
     """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
-    parameters = [ParameterSpec(*fields) for fields in model.parameters]
+    sparse = frozenset(model.sparse)
+    parameters = [ParameterSpec(*fields, is_sparse=fields[0] in sparse) for fields in model.parameters]
+    if sparse and (settings.consistency.is_ring or model.local_steps or settings.consistency.compensation == "dc"):
+        raise BadModel(
+            "strategy ring, local_steps and compensation dc need the whole gradient of each parameter. Create the "
+            f"Embedding of {model.sparse[0]!r} with sparse=False, or leave them out"
+        )
     if settings.consistency.is_ring:
         if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:
             raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")

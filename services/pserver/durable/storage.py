@@ -71,7 +71,7 @@ def replay_update(shard: Shard, history: History, update: LoggedUpdate, data: me
     loaded = None
     if update.loaded is not None:
         loaded, data = LoadedState.from_log(update.loaded, data, shard.layout)
-    shard.apply(shard.aggregator.decode(data, update.present), present, update.hyper_parameters, loaded)
+    shard.apply(shard.aggregator.decode(data, update.present, update.rows), present, update.hyper_parameters, loaded)
     history.add_round(update.round, update.ranks, update.nonfinite, update.norm, keep=keep)
 
 

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,10 +69,13 @@ class LoggedUpdate:
     norm: ShardNorm | None = None  # before clipping
     shard: str | None = None  # digest of the shard before the update, in some updates
     loaded: str | None = None  # describes the loaded optimizer state, which is the end of the data
+    rows: dict[str, int] = field(default_factory=dict)  # the numbers of rows by block of a sparse parameter
 
     def to_metadata(self) -> dict[str, str]:
         """Return the metadata of a record."""
         numbers = {field.name: json.dumps(getattr(self, field.name)) for field in fields(self)}
+        if not self.rows:
+            del numbers["rows"]
         return {"format": str(FORMAT), **numbers}
 
     @classmethod
@@ -80,7 +83,7 @@ class LoggedUpdate:
         """Return the update in a record. Raises UnsupportedFormat."""
         metadata = record.frame.metadata
         check_format(metadata.get("format"), FORMAT, "the log")
-        values = {field.name: json.loads(metadata[field.name]) for field in fields(cls)}
+        values = {field.name: json.loads(metadata[field.name]) for field in fields(cls) if field.name in metadata}
         for name in ("ranks", "present", "nonfinite"):
             values[name] = None if values[name] is None else tuple(values[name])
         if values["norm"] is not None:
@@ -133,7 +136,7 @@ class UpdateLog:
     def append(self, update: LoggedUpdate, gradient: Sequence[Buffer]) -> None:
         """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
 
-        The optimizer state that the update loads is behind them.
+        Behind them are the rows of sparse parameters, and the optimizer state that the update loads.
 
         With durability `fsync` it is on the disk when this returns, else in the kernel's memory, which outlives the
         process. On an OSError nothing of it was written.

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ps_protocol.errors import BadInput, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.membership import FrozenRounds, Membership
-from ps_protocol.requests import APPLIED_KEY, COMPUTED_ON_KEY, HISTORY_KEY, Completion, Pull, PushAnswer
+from ps_protocol.requests import APPLIED_KEY, COMPUTED_ON_KEY, HISTORY_KEY, POSITION_KEY, Completion, Pull, PushAnswer
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -28,6 +29,7 @@ from ..durable.storage import Restored
 from ..shard.bodies import Body, StagedBlock
 from ..shard.optimizer import LoadedState
 from ..shard.reply import Parts, Reply
+from ..shard.row_changes import RowChanges
 from ..waits import Wait, name_trainers
 from .clocks import Clocks, PulledState, Pulls
 from .queues import BlockQueue, BlockUpdate, UpdateJobs
@@ -57,6 +59,7 @@ class QueueRun(Run):
     def prepare(self, restored: Restored | None) -> None:
         """Begin with the contributions in the restored shard, or with none."""
         self._rules = rules = self.installed.consistency
+        self.shard.changes = RowChanges(self.shard.layout, secrets.randbits(40))
         self.schedule = Clocks(
             {},
             rules,
@@ -292,11 +295,14 @@ class QueueRun(Run):
         async with self._drained() if self._rules.read_consistency == "shard" else contextlib.nullcontext():
             metadata = {**self.metadata(fence.round), APPLIED_KEY: str(self.schedule.applied)}
             run = self._reads.run_at_once if self.shard.is_small else self._reads.run
-            return await run(self._copy, pull.names or None, metadata)
+            return await run(self._copy, pull, metadata)
 
-    def _copy(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> tuple[Parts, PulledState]:
-        state = self._copy_state()
-        return self.shard.encode(names, metadata, pulled=True), state
+    def _copy(self, pull: Pull, metadata: Mapping[str, str]) -> tuple[Parts, PulledState]:
+        state, shard = self._copy_state(), self.shard
+        if pull.names or not shard.layout.sparse:
+            return shard.encode(pull.names or None, metadata, pulled=True), state
+        # Read first, too: a row that is written meanwhile is sent again.
+        return shard.encode_since(pull.base, {**metadata, POSITION_KEY: str(shard.changes.position)}), state
 
     def _find_wait(self, fence: Fence) -> Wait | None:
         self.check_fence(fence)

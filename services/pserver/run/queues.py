@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ps_protocol.encodings import Rows
 from ps_protocol.errors import Ended, GradpostError
 from ps_protocol.optimizers import HyperParameters
 from services.runtime.logs import get_logger
@@ -171,8 +172,11 @@ class UpdateJobs:
                     each.error = error
 
     def _step(self, group: Sequence[BlockUpdate], divisor: int) -> None:
-        rules, shard, gradients = self._rules, self._shard, {}
+        rules, shard, gradients, rows = self._rules, self._shard, dict[str, Tensor](), dict[str, Rows]()
         for each in group:
+            if each.block.rows is not None:
+                rows[each.name] = each.block.rows
+                continue
             gradient, place = each.block.tensor(), shard.layout.place[each.name]
             if rules.compensation == "dc" and not place.buffer_rule:
                 assert each.pull.values is not None
@@ -180,7 +184,8 @@ class UpdateJobs:
                 gradient = compensate_gradient(gradient, shard.block(each.name), pulled, rules.dc_lambda)
             gradients[each.name] = gradient
         first = group[0]
-        shard.apply_blocks(gradients, divide_rates(first.hyper_parameters, divisor), counter=first.committed.rank)
+        rates = divide_rates(first.hyper_parameters, divisor)
+        shard.apply_blocks(gradients, rates, rows, counter=first.committed.rank)
 
 
 def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:

@@ -10,18 +10,27 @@ from torch import Tensor
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import NUM_CACHED, Frame, TensorEntry
-from ps_protocol.optimizers import MASTER, SLOTS, OptimizerSpec, StepState, read_states, slot_key, split_key
+from ps_protocol.optimizers import (
+    MASTER,
+    SLOTS,
+    OptimizerSpec,
+    StepState,
+    check_sparse_numbers,
+    read_states,
+    slot_key,
+    split_key,
+)
 from ps_protocol.plan import SlicePlan
 from ps_protocol.requests import STATES_KEY, Completion
 from ps_protocol.vocabulary import BufferSpec, PserverIndex
-from ps_protocol.wire_types import WireTensor
+from ps_protocol.wire_types import WireTensor, sparse
 
 from ..shard.bodies import Body, StagedBlock, view_tensors
 from ..shard.layout import BlockPlace, ShardLayout
 from ..shard.shard import MASTER_BYTES
 from .staging import Push
 
-FoundBlocks: TypeAlias = list[tuple[str, int, list[int]]]  # block, number of elements, indices of its tensors
+FoundBlocks: TypeAlias = list[tuple[BlockPlace, list[int]]]  # with the indices of its tensors
 
 
 class PushReader:
@@ -31,6 +40,7 @@ class PushReader:
         assert plan.optimizer is not None  # the plan of a run always has an optimizer
         self._layout = layout
         self._optimizer = plan.optimizer
+        self._sparse_groups = plan.sparse_groups
         self._check = lru_cache(NUM_CACHED)(self._check_frame)
 
     def read(self, body: Body) -> Push[StagedBlock]:
@@ -42,7 +52,10 @@ class PushReader:
         return Push(_view_blocks(body, found), completion)
 
     def _check_frame(self, frame: Frame) -> tuple[FoundBlocks, Completion | None]:
-        return _find_blocks(frame, self._layout), Completion.from_metadata(frame.metadata, self._optimizer)
+        completion = Completion.from_metadata(frame.metadata, self._optimizer)
+        if completion is not None:
+            check_sparse_numbers(self._optimizer, self._sparse_groups, completion.hyper_parameters)
+        return _find_blocks(frame, self._layout), completion
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
@@ -58,18 +71,26 @@ def _find_blocks(frame: Frame, layout: ShardLayout) -> FoundBlocks:
         if place is None:
             raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
         if place.name not in places:
-            _find_entries(place.pushed, entries)
+            _find_entries(_expect(place, entries), entries)
             places[place.name] = place
     index = {name: number for number, name in enumerate(entries)}
-    return [
-        (name, place.block.num_elements, [index[tensor] for tensor, _, _ in place.pushed])
-        for name, place in places.items()
-    ]
+    return [(place, [index[tensor] for tensor, _, _ in place.pushed]) for place in places.values()]
+
+
+def _expect(place: BlockPlace, entries: Mapping[str, TensorEntry]) -> Sequence[WireTensor]:
+    """Return the tensors of a block: of a sparse parameter, of as many rows as its first tensor names."""
+    (name, _, most), *rest = place.pushed
+    if not place.width or name not in entries:
+        return place.pushed
+    return sparse(place.name, rest[0][1], min(*most, *entries[name].shape[:1]), place.width)
 
 
 def _view_blocks(body: Body, found: FoundBlocks) -> dict[str, StagedBlock]:
     views = view_tensors(body, body.frame.tensors)
-    return {name: StagedBlock(body, [views[index] for index in indices], size) for name, size, indices in found}
+    return {
+        place.name: StagedBlock(body, [views[index] for index in indices], place.block.num_elements, place.width)
+        for place, indices in found
+    }
 
 
 def _read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:

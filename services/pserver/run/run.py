@@ -325,8 +325,8 @@ class Run(ABC):
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing."""
         push = self._push_reader.read(body)
-        if self.plan.wire.push == "topk":
-            await self.compute.run(check_blocks, push.blocks)
+        if self.plan.wire.push == "topk" or self.shard.layout.sparse:
+            await self.compute.run(check_blocks, push.blocks.values())
         if self.admit_push(fence) == "already_applied":
             await self.wait_until_held()
             return PushAnswer(status="already_applied", duplicates=push.num_entries)

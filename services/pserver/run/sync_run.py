@@ -28,7 +28,7 @@ from services.runtime.logs import get_logger
 
 from ..durable.storage import Restored
 from ..durable.update_log import LoggedUpdate
-from ..shard.bodies import StagedBlock
+from ..shard.bodies import StagedBlock, split_blocks
 from ..shard.optimizer import find_loaded
 from ..shard.reply import Parts, Reply, VersionedBlocks
 from ..shard.shard_state import History
@@ -244,8 +244,8 @@ class SyncRun(Run):
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
         """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
         contributions = () if apply.nonfinite else apply.contributions
-        parts = [{name: block.part for name, block in staged.blocks.items()} for staged in contributions]
-        gradient, present = self.shard.aggregator.aggregate(parts, is_measured=self.schedule.clips)
+        parts, rows = split_blocks([staged.blocks for staged in contributions])
+        gradient, present = self.shard.aggregator.aggregate(parts, rows, is_measured=self.schedule.clips)
         if frozen := frozenset(controls.frozen):
             place = self.shard.layout.place
             present = tuple(name for name in present if place[name].block.parameter not in frozen)
@@ -260,13 +260,14 @@ class SyncRun(Run):
         loaded = find_loaded([contribution.slots for contribution in apply.contributions])
         if self.storage.has_log:
             logged = None if len(present) == len(shard.layout.places) else present
+            data, num_rows = shard.aggregator.encode(logged)
             update = LoggedUpdate(
                 apply.round, apply.ranks, hyper_parameters, logged, apply.nonfinite,
                 norm=measured.norm if measured else None,
                 shard=None if apply.round % DIGEST_ROUNDS else shard.digest(),
-                loaded=loaded.describe() if loaded else None,
+                loaded=loaded.describe() if loaded else None, rows=num_rows,
             )  # fmt: skip
-            self.storage.log.append(update, [*shard.aggregator.encode(logged), *(loaded.parts() if loaded else ())])
+            self.storage.log.append(update, [*data, *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")
         changed = shard.apply(gradient, present, hyper_parameters, loaded)
         self._changed.update(dict.fromkeys(changed, apply.round))
@@ -280,13 +281,18 @@ class SyncRun(Run):
         Its parts are views of the values, which `_revoke_reply` ends; with `max_delay` they are copies, since a member
         may still read a version when its push of a later round arrives.
         """
-        round_ = self.shard.version
+        round_, shard = self.shard.version, self.shard
         pulled = self._pulled.read(copied=self.schedule.max_delay > 0)
-        skipped = Pulled(round_, None, history.nonfinite.get(round_, ()))
-        metadata = {**self.metadata(round_), **skipped.to_metadata()}
-        versioned = VersionedBlocks(pulled, dict(self._changed), metadata, round_ - 1, self.shard.borrow_deltas())
-        versioned.parts(round_ - 1)  # the frame for most trainers, made on this thread
+        base = round_ - 1 - (self.schedule.max_delay if shard.layout.sparse else 0)
+        rows = shard.encode_changes(base) if shard.layout.sparse else None
+        metadata = self._describe_version(history)
+        versioned = VersionedBlocks(pulled, dict(self._changed), metadata, base, shard.borrow_deltas(), rows)
+        versioned.parts(base)  # the frame for most trainers, made on this thread
         return Reply(round_, versioned.parts(), versioned)
+
+    def _describe_version(self, history: History) -> dict[str, str]:
+        skipped = Pulled(self.shard.version, None, history.nonfinite.get(self.shard.version, ()))
+        return {**self.metadata(self.shard.version), **skipped.to_metadata()}
 
     async def snapshot_if_due(self) -> None:
         """Begin a snapshot of the shard's version, if one is due after its round."""
@@ -321,16 +327,13 @@ class SyncRun(Run):
         self._reply = await self.compute.run(self._encode, self.schedule.history)
 
     async def get(self, fence: Fence, pull: Pull) -> Reply:
-        """Return version `pull.round`, or with `max_delay` a newer one.
-
-        Raises the errors of `wait_for`, and StaleRound when the version has been overwritten.
-        """
+        """Return version `pull.round`, or with `max_delay` a newer one. Raises StaleRound, and as `wait_for` does."""
         reply = await self.wait_for(pull.wait_seconds, lambda: self._find_reply(fence))
         if self.standbys is not None and not self.standbys.acknowledge(reply.round):  # the restored version
             await self.wait_until_held(reply.round, pull.wait_seconds)
             reply = await self.wait_for(0.0, lambda: self._find_reply(fence))
-        if pull.names:
-            version, chunks = await self.compute.run(self._encode_blocks, pull.names)
+        if pull.names or (self.shard.layout.sparse and not reply.has_rows_since(pull.base)):
+            version, chunks = await self.compute.run(self._encode_blocks, pull)
             await self.wait_until_held(version, pull.wait_seconds)
             self.check_fence(fence)
             if not self._serves(version, fence):
@@ -338,9 +341,11 @@ class SyncRun(Run):
             reply = Reply(version, chunks)
         return reply
 
-    def _encode_blocks(self, names: Sequence[str]) -> tuple[Round, Parts]:
-        version = self.shard.version  # of the values, since jobs run one at a time
-        return version, self.shard.encode(names, metadata=self.metadata(version), pulled=True)
+    def _encode_blocks(self, pull: Pull) -> tuple[Round, Parts]:
+        metadata = self._describe_version(self.stepped_history)  # of the values, since jobs run one at a time
+        if pull.names:
+            return self.shard.version, self.shard.encode(pull.names, metadata, pulled=True)
+        return self.shard.version, self.shard.encode_since(pull.base, metadata)
 
     def _admit_get(self, fence: Fence) -> None:
         self.check_fence(fence)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope
 from torch import Tensor
 
 from ps_http2.asgi import receive_into
-from ps_protocol.encodings import TORCH_DTYPES, Part, SparsePart, decode_part
+from ps_protocol.encodings import TORCH_DTYPES, Part, Rows, SparsePart, check_increasing, decode_part
 from ps_protocol.errors import BadInput, TryAgain
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
 from ps_protocol.vocabulary import Rank
@@ -153,7 +153,11 @@ def view_tensors(body: Body, entries: Iterable[TensorEntry]) -> list[Tensor]:
         first, *others = run
         sizes = [first.shape[0], *(entry.shape[0] for entry in others)]
         offset = body.frame.data_begin + first.begin
-        flat = torch.frombuffer(body.buffer, dtype=TORCH_DTYPES[dtype], count=sum(sizes), offset=offset)
+        of_dtype = TORCH_DTYPES[dtype]
+        if any(sizes):  # else rows, of which there are none
+            flat = torch.frombuffer(body.buffer, dtype=of_dtype, count=sum(sizes), offset=offset)
+        else:
+            flat = torch.empty(0, dtype=of_dtype)
         views += flat.split_with_sizes(sizes)
     return views
 
@@ -165,13 +169,15 @@ class StagedBlock:
     are valid while this block is referenced.
     """
 
-    __slots__ = ("_body", "part", "views")
+    __slots__ = ("_body", "_num_elements", "part", "rows", "views")
 
-    def __init__(self, body: Body, views: Sequence[Tensor], num_elements: int) -> None:
-        """`views` are one tensor of the body, or two for a quantised or sparse block."""
+    def __init__(self, body: Body, views: Sequence[Tensor], num_elements: int, width: int = 0) -> None:
+        """`views` are one tensor of the body, or two if it is quantised, or consists of some elements or rows."""
         self._body = body  # whose buffer the views are of
+        self._num_elements = num_elements
         self.views = views
-        self.part: Part = views[0] if len(views) == 1 else decode_part(views, num_elements)
+        self.rows = Rows(views[0], views[1].view(-1, width)) if width else None  # in place of `part`
+        self.part: Part = views[0] if width or len(views) == 1 else decode_part(views, num_elements)
 
     def tensor(self) -> Tensor:
         """Return the elements, of shape (num_elements,): a view that must not be written, or decoded float32."""
@@ -180,6 +186,13 @@ class StagedBlock:
     def bytes(self) -> list[memoryview]:
         """Return the pushed bytes of each tensor, not copied."""
         return [view_bytes(view) for view in self.views]
+
+    def check(self) -> None:
+        """Raise BadInput for wrong indices."""
+        if self.rows is not None:
+            check_increasing(self.rows.indices, self._num_elements // self.rows.values.shape[1])
+        elif isinstance(self.part, SparsePart):
+            self.part.check()
 
     def __eq__(self, other: object) -> bool:
         # Compares bytes: a NaN is equal to itself then, and 0 is not -0.
@@ -198,11 +211,21 @@ def _are_equal(one: memoryview, other: memoryview) -> bool:
     )
 
 
-def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
-    """Raise BadInput for sparse blocks with wrong indices."""
-    for block in blocks.values():
-        if isinstance(block.part, SparsePart):
-            block.part.check()
+def split_blocks(
+    contributions: Iterable[Mapping[str, StagedBlock]],
+) -> tuple[list[dict[str, Part]], list[dict[str, Rows]]]:
+    """Return the parts of each contribution by block, and the rows of its sparse blocks, in two lists."""
+    blocks = [contribution.items() for contribution in contributions]
+    return (
+        [{name: block.part for name, block in its if block.rows is None} for its in blocks],
+        [{name: block.rows for name, block in its if block.rows is not None} for its in blocks],
+    )
+
+
+def check_blocks(blocks: Iterable[StagedBlock]) -> None:
+    """Raise BadInput for blocks with wrong indices."""
+    for block in blocks:
+        block.check()
 
 
 # ---------------------------------------------------------------------- the limit of bodies in reception

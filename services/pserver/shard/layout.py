@@ -1,7 +1,8 @@
 """The position of each block in a shard's flat float32 tensors.
 
 All flat tensors of a shard (values, gradient, every slot) share one layout: by parameter group, then in plan order, so
-that the optimizer steps a whole group with one call.
+that the optimizer steps a whole group with one call. Blocks of sparse parameters are the last ones, whose gradients are
+rows: the flat gradient ends before them.
 
 Results must not depend on the slicing of parameters. A SIMD kernel processes 8 or 16 elements at a time and the last
 few of a tensor one by one, and the compiler fuses multiplications and additions of the latter differently: SGD with
@@ -43,6 +44,7 @@ class BlockPlace:
     dtype: str  # the parameter's, by safetensors' name; the flat tensor is float32
     pushed: tuple[WireTensor, ...]  # the tensors of its gradient on the wire
     pulled: str  # the dtype that trainers pull
+    width: int  # elements of a row of a sparse parameter; 0 for others
     begin: int
     end: int
     step_begin: int
@@ -58,8 +60,11 @@ class ShardLayout:
         blocks = plan.shards[pserver]
         places: list[BlockPlace] = []
         offset = 0
-        for block in sorted(blocks, key=lambda b: plan.parameter[b.parameter].group):  # stable, so in plan order
-            parameter = plan.parameter[block.parameter]
+        specs = plan.parameter
+        for block in sorted(  # stable, so in plan order
+            blocks, key=lambda b: (specs[b.parameter].is_sparse, specs[b.parameter].group)
+        ):
+            parameter = specs[block.parameter]
             begin = offset + block.begin % WINDOW
             end = begin + block.num_elements
             padded_end = end + -end % WINDOW
@@ -72,6 +77,7 @@ class ShardLayout:
                     dtype=parameter.dtype,
                     pushed=tuple(plan.pushed(block)),
                     pulled=plan.pulled(block.parameter),
+                    width=parameter.width if parameter.is_sparse else 0,
                     begin=begin,
                     end=end,
                     step_begin=offset,
@@ -81,9 +87,12 @@ class ShardLayout:
             )
             offset = padded_end
         self.num_elements = offset  # padding included
-        # The gradient ends here. The groups of buffers are the last ones.
-        self.num_stepped = min((place.step_begin for place in places if place.buffer_rule), default=offset)
+        self.num_dense = min((place.step_begin for place in places if place.width), default=offset)
+        # The gradients of dense parameters end here. The groups of buffers are the last ones.
+        self.num_stepped = min((place.step_begin for place in places if place.buffer_rule), default=self.num_dense)
         self.places = tuple(places)  # in the order of the flat tensor
+        self.dense = tuple(place for place in places if not place.width)
+        self.sparse = tuple(place for place in places if place.width)
         self.place_of_pushed = {name: place for place in places for name, _, _ in place.pushed}  # by tensor on the wire
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order

@@ -8,6 +8,8 @@ an optimizer class would import dynamo (1.5 s and 80 MB in every pserver); the f
 the names of https://docs.pytorch.org/docs/stable/optim.html, which are also those of the functions' arguments. Slots
 have the names under which `torch.optim` keeps them in its state.
 
+A block of a sparse parameter is stepped as a table of rows, with a coalesced COO tensor, as in torch.
+
 SGD, Adam, AdamW and Adagrad have a fused kernel, which reads each tensor once. The others are a dozen passes with
 temporaries of the tensor's size; cut into pieces that fit the cache they take, for 12.5 M elements on one thread
 (EPYC, torch 2.13, milliseconds, weight decay and momentum off):
@@ -27,6 +29,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim._functional import sparse_adam
 from torch.optim.adadelta import adadelta
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
@@ -36,6 +39,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
+from ps_protocol.encodings import Rows
 from ps_protocol.optimizers import (
     BUFFER_RULES,
     FRESH,
@@ -62,12 +66,17 @@ PIECE = 1 << 18  # elements: 1 MiB of float32
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Parallel lists of 1-D float32 views that one call steps. All have the same `state`."""
+    """Parallel lists of float32 views that one call steps: 1-D, or a table (rows, width). All have the same `state`."""
 
     values: list[Tensor]
     gradients: list[Tensor]  # not written
     slots: Mapping[str, list[Tensor]]
     state: StepState
+
+    @property
+    def implementation(self) -> Options:
+        """The arguments of a torch function that has a fused kernel for dense gradients."""
+        return {"foreach": False, "has_sparse_grad": True} if self.gradients[0].is_sparse else {"fused": True}
 
     def scalars(self, value: float) -> list[Tensor]:
         """Return a 0-dimensional float32 tensor for each view, the form of torch's own step counts."""
@@ -93,7 +102,7 @@ def _step_sgd(on: Operands, options: Options) -> StepState:
     kept = on.slots.get("momentum_buffer", [])
     # None makes torch start a buffer with the gradient itself, undampened; it allocates it, this once.
     buffers: list[Tensor | None] = [*kept] if on.state.has_momentum else [None] * len(on.values)
-    sgd(on.values, on.gradients, buffers, fused=True, **options)
+    sgd(on.values, on.gradients, buffers, **on.implementation, **options)
     if not kept or on.state.has_momentum:
         return on.state
     for slot, buffer in zip(kept, buffers, strict=True):
@@ -120,7 +129,7 @@ def _step_adagrad(on: Operands, options: Options) -> StepState:
     if on.state.steps == 0:
         for slot in on.slots["sum"]:
             slot.fill_(options["initial_accumulator_value"])
-    adagrad(on.values, on.gradients, on.slots["sum"], on.scalars(on.state.steps), fused=True, **numbers)
+    adagrad(on.values, on.gradients, on.slots["sum"], on.scalars(on.state.steps), **on.implementation, **numbers)
     return on.stepped()
 
 
@@ -131,6 +140,14 @@ def _step_nadam(on: Operands, options: Options) -> StepState:
         on.scalars(on.state.steps), foreach=False, **_split_betas(options),
     )  # fmt: skip
     return on.stepped()._replace(mu_product=mu_products[0].item())
+
+
+def _step_sparse_adam(on: Operands, options: Options) -> StepState:
+    steps = [on.state.steps + 1]
+    sparse_adam(
+        on.values, on.gradients, on.slots["exp_avg"], on.slots["exp_avg_sq"], steps, **_split_betas(options)
+    )  # fmt: skip
+    return on.stepped()
 
 
 def _step_buffer(on: Operands, options: Options) -> StepState:
@@ -160,6 +177,7 @@ UPDATE_RULES: Mapping[str, UpdateRule] = {
     "Adamax": UpdateRule(_make_step(adamax, "exp_avg", "exp_inf")),
     "NAdam": UpdateRule(_step_nadam),
     "RAdam": UpdateRule(_make_step(radam, "exp_avg", "exp_avg_sq")),
+    "SparseAdam": UpdateRule(_step_sparse_adam),
 }
 
 
@@ -235,10 +253,11 @@ class OptimizerBlocks:
         gradient: Tensor,
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
+        rows: Mapping[str, Rows],
         *,
         counter: Rank | None = None,
     ) -> None:
-        """Step the blocks named in `present`, once.
+        """Step the blocks named in `present`, once; `rows` has the gradients of sparse ones.
 
         `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read where
         blocks are present. For buffers it contains the pushed values. `hyper_parameters` has one checked dictionary for
@@ -249,7 +268,7 @@ class OptimizerBlocks:
             self.state.counted.clear()  # such a step counts for all
         else:
             self.state.steps.update({name: self._begin(name, counter) for name in present})
-        for (group, state), stepped in self._find_runs(frozenset(present)).items():
+        for (group, state), stepped in self._find_runs(frozenset(present) - rows.keys()).items():
             name = self._spec.rule(group)
             rule = UPDATE_RULES[name]
             options = {**hyper_parameters[group], **self._spec.group_flags[group]}
@@ -257,8 +276,25 @@ class OptimizerBlocks:
             slots = {slot: _view(self._slot(slot), pieces) for slot in slots_under(name, options)}
             operands = Operands(_view(values, pieces), _view(gradient, pieces), slots, state)
             self.state.steps.update(dict.fromkeys(stepped.names, rule.step(operands, options)))
+        for name in rows.keys() & present:
+            self._step_rows(values, name, rows[name], hyper_parameters)
         if counter is not None:
             self.state.counted.update({(counter, name): self.state.steps[name] for name in present})
+
+    def _step_rows(self, values: Tensor, name: str, rows: Rows, hyper_parameters: list[HyperParameters]) -> None:
+        place, state = self._layout.place[name], self.state.steps[name]
+        rule = self._spec.rule(place.group)
+        options = {**hyper_parameters[place.group], **self._spec.group_flags[place.group]}
+
+        def table(flat: Tensor) -> Tensor:
+            return flat[place.begin : place.end].view(-1, place.width)
+
+        slots = {slot: [table(self._slot(slot))] for slot in slots_under(rule, options)}
+        checks = torch.sparse.check_sparse_tensor_invariants(False)  # type: ignore[no-untyped-call] # they were checked
+        with checks:
+            gradient = torch.sparse_coo_tensor(rows.indices[None], rows.values, table(values).shape, is_coalesced=True)
+            operands = Operands([table(values)], [gradient], slots, state)
+            self.state.steps[name] = UPDATE_RULES[rule].step(operands, options)
 
     def _begin(self, name: str, counter: Rank) -> StepState:
         """Return a counter's state of a block that it is about to step."""
@@ -300,7 +336,7 @@ class OptimizerBlocks:
         Adjacent blocks share a run, unless a parameter ends within a window between them.
         """
         found: dict[tuple[int, StepState], _Stepped] = {}
-        places = self._layout.places
+        places = self._layout.dense
         if len(present) < len(places):
             places = tuple(sorted((self._layout.place[name] for name in present), key=lambda place: place.begin))
         for place in places:

@@ -95,15 +95,18 @@ class VersionedBlocks:
         metadata: Mapping[str, str],
         base: Round = 0,
         deltas: Mapping[str, Sequence[EncodedTensor]] = NO_DELTAS,
+        rows: Sequence[EncodedTensor] | None = None,
     ) -> None:
         """`pulled` is from `PulledViews`. `changed` names the round in which each block changed last.
 
-        `deltas` apply to the version `base`, which most trainers have.
+        `deltas` apply to the version `base`, which most trainers have. So do the changed `rows` of sparse blocks, which
+        no other frame has.
         """
+        self.base = base
+        self._rows = rows
         self._blocks, pieces = pulled
         self._changed = changed
         self._metadata = metadata
-        self._base = base
         self._deltas = deltas
         self._frames: dict[Round | None, Parts] = {None: _join(self._blocks, pieces, metadata)}
 
@@ -116,14 +119,15 @@ class VersionedBlocks:
         if frame is None:
             assert base is not None
             newer = [block for block in self._blocks if self._changed[block[0][0]] > base]
-            deltas = self._deltas if base == self._base else NO_DELTAS
-            if len(newer) == len(self._blocks) and not deltas:
+            deltas = self._deltas if base == self.base else NO_DELTAS
+            if len(newer) == len(self._blocks) and not deltas and self._rows is None:
                 frame = self._frames[None]
             else:
                 tensors = [tensor for block in newer for tensor in deltas.get(block[0][0], (block,))]
+                tensors += self._rows or ()
                 data = [data for _, data in tensors]
                 frame = _join(tensors, data, {**self._metadata, SINCE_KEY: str(base)})
-            if base == self._base:  # other versions are rare, and a client chooses how many it asks for
+            if base == self.base:  # other versions are rare, and a client chooses how many it asks for
                 self._frames[base] = frame
         return frame
 
@@ -158,6 +162,10 @@ class Reply:
     def parts_for(self, base: Round | None) -> Parts:
         """Return all parts, or fewer for a trainer that has the values of version `base`."""
         return self.parts if base is None or self.blocks is None else self.blocks.parts(base)
+
+    def has_rows_since(self, base: Round | None) -> bool:
+        """Return whether the frame for a trainer with version `base` contains the changed rows of sparse blocks."""
+        return self.blocks is None or self.blocks.base == base
 
     @contextmanager
     def reading(self) -> Iterator[None]:

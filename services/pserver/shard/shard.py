@@ -17,20 +17,22 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ps_protocol.encodings import TORCH_DTYPES, Rows
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, split_key, write_states
 from ps_protocol.plan import SlicePlan
-from ps_protocol.requests import SLOT_NAMES_KEY, STATES_KEY
+from ps_protocol.requests import SINCE_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, BufferSpec, PserverIndex, Rank
-from ps_protocol.wire_types import WireTensor
+from ps_protocol.wire_types import WireTensor, sparse
 
 from .aggregation import Aggregator
 from .bodies import view_bytes
 from .layout import ShardLayout
 from .optimizer import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
-from .reply import PulledViews, copy_blocks
+from .reply import EncodedTensor, PulledViews, copy_blocks
+from .row_changes import RowChanges
 from .shard_state import ShardState
 
 MASTER_BYTES = 4  # size of an element
@@ -49,6 +51,7 @@ class Shard:
         self.optimizer = OptimizerBlocks(self.layout, plan.optimizer)
         self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self.aggregator = Aggregator(self.layout, self.values)
+        self.changes = RowChanges(self.layout, 0)
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
         self._buffers: dict[str, bytes] = {}
         self._initialised: set[str] = set()
@@ -101,9 +104,9 @@ class Shard:
 
         Returns the blocks whose values have changed. After an exception the shard is in an unknown state.
         """
-        masters = self.load_slots(loaded) if loaded else []
+        masters = self._load(loaded) if loaded else []
         self.version += 1
-        self._step(gradient, present, hyper_parameters)
+        self._step(gradient, present, hyper_parameters, masters)
         if self.published is not None:
             self.published.publish_round(present, masters)
         return [*present, *masters]
@@ -112,28 +115,38 @@ class Shard:
         self,
         gradients: Mapping[str, Tensor],
         hyper_parameters: list[HyperParameters],
+        rows: Mapping[str, Rows] = {},
         *,
         counter: Rank | None = None,
     ) -> None:
         """Step each of these blocks once. Its gradient is only read: shape (num_elements,), any floating dtype.
 
-        `counter`: see `OptimizerBlocks.apply`.
+        `rows` has those of sparse parameters. `counter`: see `OptimizerBlocks.apply`.
         """
-        self._step(self.aggregator.load_blocks(gradients), gradients.keys(), hyper_parameters, counter)
+        gradient = self.aggregator.load_blocks(gradients, rows)
+        self._step(gradient, [*gradients, *rows], hyper_parameters, counter=counter)
 
     def _step(
         self,
         gradient: Tensor,
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
+        loaded: Collection[str] = (),
         counter: Rank | None = None,
     ) -> None:
-        self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
+        rows = {name: its for name, its in self.aggregator.rows.items() if name in present}
+        self.optimizer.apply(self.values, gradient, present, hyper_parameters, rows, counter=counter)
         for name in present:
             self.versions[name] += 1
+        self.changes.advance(rows, [name for name in loaded if self.layout.place[name].width])
 
-    def load_slots(self, loaded: LoadedState) -> list[str]:
-        """Replace optimizer state and masters by what a trainer has loaded. Return the blocks whose values changed."""
+    def load_slots(self, loaded: LoadedState) -> None:
+        """Replace optimizer state and masters by what a trainer has loaded, beside an update."""
+        names = self._load(loaded)
+        self.changes.advance({}, [name for name in names if self.layout.place[name].width])
+
+    def _load(self, loaded: LoadedState) -> list[str]:
+        """Replace optimizer state and masters. Return the blocks whose values changed."""
         slots = dict(loaded.tensors)
         masters = {split_key(key)[1]: slots.pop(key) for key in loaded.tensors if split_key(key)[0] == MASTER}
         self.optimizer.load_blocks(loaded.states, slots)
@@ -158,6 +171,7 @@ class Shard:
         self.optimizer.load(state.optimizer)
         self._buffers = dict(state.buffers)
         self._initialised = set(self.layout.place)
+        self.changes = RowChanges(self.layout, self.version)
 
     def digest(self) -> str:
         """Return XXH3 of values, published values, optimizer state and buffers. Equal shards have equal digests."""
@@ -202,9 +216,44 @@ class Shard:
         copy_blocks(self._pulled_values if pulled else self.values, chosen, data)
         return [encode_header(entries, metadata), data, *(self._buffers[spec.name] for spec in specs)]
 
+    def encode_since(self, base: int | None, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+        """Return a frame of all blocks as trainers pull them, copied: see `encode_changes`."""
+        changes = self.encode_changes(base)
+        dense = [(place, place.pulled) for place in self.layout.find_places(None) if not place.width]
+        entries: list[WireTensor] = [(place.name, dtype, (place.block.num_elements,)) for place, dtype in dense]
+        data = np.empty(sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in entries), np.uint8).data
+        copy_blocks(self.values, dense, data)
+        metadata = metadata if base is None else {**metadata, SINCE_KEY: str(base)}
+        return [
+            encode_header(entries + [tensor for tensor, _ in changes], metadata),
+            data,
+            *(each for _, each in changes),
+        ]
+
+    def encode_changes(self, base: int | None) -> list[EncodedTensor]:
+        """Return the rows of sparse blocks that have changed since a position of `changes`, copied.
+
+        A block is whole where that is smaller, or the position is not known.
+        """
+        tensors: list[EncodedTensor] = []
+        for place in self.layout.sparse if base is None or base >= 0 else ():  # no trainer has a version before 0
+            table = self.block(place.name).view(-1, place.width)
+            indices = self.changes.find(place.name, base)
+            dtype = TORCH_DTYPES[place.pulled]
+            specs: list[WireTensor]
+            if indices is None or len(indices) * (place.width + 1) >= place.block.num_elements:
+                specs, data = [(place.name, place.pulled, (place.block.num_elements,))], [table.to(dtype, copy=True)]
+            elif len(indices):
+                specs = sparse(place.name, place.pulled, len(indices), place.width)
+                data = [indices.int(), table.index_select(0, indices).to(dtype)]
+            else:
+                continue
+            tensors += zip(specs, (view_bytes(each.view(-1)) for each in data), strict=True)
+        return tensors
+
     def view_pulled(self) -> PulledViews:
-        """Return views of all blocks as trainers pull them, in plan order."""
-        return PulledViews(self._pulled_values, self.layout.find_places(None))
+        """Return views of all dense blocks as trainers pull them, in plan order."""
+        return PulledViews(self._pulled_values, [place for place in self.layout.find_places(None) if not place.width])
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """Return the delta of each block to the round before, where there is one; valid until the next step."""

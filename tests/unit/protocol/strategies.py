@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ps_protocol.optimizers import RULES, OptimizerSpec, check_optimizer
+from ps_protocol.optimizers import RULES, SPARSE_NUMBERS, OptimizerSpec, check_optimizer
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import DTYPE_BYTES, PARAMETER_DTYPES, PLACEMENTS, ParameterSpec
 
@@ -67,7 +68,8 @@ def parameter_lists(draw: st.DrawFn, num_groups: int = 1) -> list[ParameterSpec]
 def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Keyword arguments of `make_plan` that it accepts."""
     num_groups = draw(st.integers(1, 3))
-    parameters = draw(parameter_lists(num_groups))
+    optimizer = draw(st.none() | optimizers(num_groups))
+    parameters = [_make_sparse(draw, spec, optimizer) for spec in draw(parameter_lists(num_groups))]
     taken = {spec.name for spec in parameters}
     buffer_names = names.filter(lambda name: name not in taken and ".block" not in name)
     return {
@@ -80,8 +82,14 @@ def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
             (name, draw(shapes), draw(st.sampled_from(sorted(DTYPE_BYTES))))
             for name in draw(st.lists(buffer_names, unique=True, max_size=2))
         ],
-        "optimizer": draw(st.none() | optimizers(num_groups)),
+        "optimizer": optimizer,
     }
+
+
+def _make_sparse(draw: st.DrawFn, spec: ParameterSpec, optimizer: OptimizerSpec | None) -> ParameterSpec:
+    rule = "SGD" if optimizer is None else optimizer.rule(spec.group)
+    is_sparse = rule == "SparseAdam" or (rule in SPARSE_NUMBERS and spec.shape != () and draw(st.booleans()))
+    return replace(spec, is_sparse=True, shape=spec.shape or (1,)) if is_sparse else spec
 
 
 plans = plan_arguments().map(lambda arguments: make_plan(**arguments))

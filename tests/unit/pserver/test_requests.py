@@ -42,7 +42,7 @@ def receive(push: str, tensors: dict[str, Tensor], size: int = 1000) -> dict[str
     body.buffer[:] = data
     body.frame = parse_frame(body.buffer, DEFAULT_LIMITS)
     blocks = read_blocks(body, layout)
-    check_blocks(blocks)
+    check_blocks(blocks.values())
     return {name: block.tensor() for name, block in blocks.items()}
 
 

@@ -85,7 +85,8 @@ def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
     numbers = make_numbers(SPEC, GROUPS)
     if storage is not None and storage.has_log:
         logged = None if len(present) == len(shard.layout.places) else present
-        storage.log.append(LoggedUpdate(round_, (0,), numbers, logged), shard.aggregator.encode(logged))
+        data, num_rows = shard.aggregator.encode(logged)
+        storage.log.append(LoggedUpdate(round_, (0,), numbers, logged, rows=num_rows), data)
     shard.apply(gradient, present, numbers)
 
 
