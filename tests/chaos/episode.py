@@ -228,7 +228,8 @@ class Episode:
         for parameter in PARAMETERS:
             if (content := self._read_parameter(parameter)) is None:
                 return
-            for row, values in enumerate(safetensors.torch.load(content)[parameter].flatten(1).tolist()):
+            of_blocks = safetensors.torch.load(content)[parameter].view(self.setup.num_pservers, -1)
+            for row, values in enumerate(of_blocks[:, : 2 * self.setup.num_trainers].tolist()):
                 blocks[f"{parameter}.block{row}"] = [last["round"], *values]
         facts = {"round": last["round"], "attempt": last["attempt"], "blocks": blocks}
         self.reader.records.append({"what": "final", "at": time.monotonic(), **facts})

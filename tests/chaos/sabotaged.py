@@ -36,7 +36,8 @@ def break_dedupe() -> None:
         answer = await _push(self, fence, body)
         if answer.status == "already_applied":
             for name, block in read_blocks(body, self.shard.layout).items():
-                self.shard.block(name).sub_(block.tensor())
+                if block.rows is None:
+                    self.shard.block(name).sub_(block.tensor())
         return answer
 
     Run.push = push  # type: ignore[method-assign]

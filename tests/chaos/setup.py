@@ -19,6 +19,8 @@ STANDBY_TIMEOUT_SECONDS = 30.0  # of a round that waits until a lost standby is 
 PARAMETERS = ("a", "b", "c")
 FREEZABLE = "d"  # like these, but an administrator may freeze it, so the model ignores its values
 KEEP_CHECKPOINTS = 2
+SPARSE = "c"  # whose gradients are sparse in some histories
+NUM_ROWS = 32  # of each of its blocks, the first of which are used
 UNIT = 12  # of a gradient: 1, 2, 3 and 4 divide it
 
 
@@ -39,6 +41,7 @@ class Setup:
     num_standbys: int = 0  # of each pserver
     replica_loss: ReplicaLoss = "continue"
     clips: bool = False  # by a norm that is never reached, so that no value changes
+    is_sparse: bool = False  # the gradients of one parameter
     fakes_time: bool = False  # services run under libfaketime, whose clocks can jump
     seconds: float = 18.0  # of faults
 
@@ -85,6 +88,7 @@ def draw_setup(seed: int, *, may_fake_time: bool, num_standbys: int | None = Non
         http2=chance.random() < 0.7,
         clips=chance.random() < 0.5,
         max_log_bytes=chance.choice((16, 1024)) * 1024,
+        is_sparse=seed % 2 == 1,
     )
     drawn = chance.choice((0, 1))
     if not (drawn if num_standbys is None else num_standbys):

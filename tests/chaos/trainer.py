@@ -4,7 +4,8 @@
 
 Each parameter has a row for every pserver, and a row is a block: a count for each rank, and a sum of rounds for each
 rank. With SGD and a rate of 1 a contribution to round 7 adds 12 to the first and 84 to the second, divided by the
-number of members: whole numbers, which float32 adds exactly for 1 to 4 members.
+number of members: whole numbers, which float32 adds exactly for 1 to 4 members. Where a parameter is sparse, each
+element of these is a row of its own, which only one rank touches, and further rows stay zero.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from gradpost import RemoteOptimizer, connect
 from ps_protocol.errors import GradpostError, NonFiniteGradient
 from tests.chaos.diary import Diary
-from tests.chaos.setup import FREEZABLE, PARAMETERS, UNIT, Setup
+from tests.chaos.setup import FREEZABLE, NUM_ROWS, PARAMETERS, SPARSE, UNIT, Setup
 from tests.chaos.tricks import Tricks
 
 COMPUTE_SECONDS = 0.02
@@ -35,6 +36,8 @@ class ChaosTrainer:
         self.setup = Setup(**json.loads((folder / "setup.json").read_text()))
         shape = (self.setup.num_pservers, 2, self.setup.num_trainers)
         self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in (*PARAMETERS, FREEZABLE)}
+        if self.setup.is_sparse:
+            self.parameters[SPARSE] = torch.nn.Parameter(torch.zeros(self.setup.num_pservers * NUM_ROWS))
         self.local = torch.optim.SGD(list(self.parameters.items()), lr=1.0)
         self.session = connect()  # last, as the other trainers wait for this one from now on
         self.rank = self.session.rank
@@ -52,7 +55,9 @@ class ChaosTrainer:
 
     def train(self) -> None:
         """Take steps until the last round of this trainer."""
-        self.optimizer = RemoteOptimizer(self.local, max_grad_norm=NEVER_REACHED if self.setup.clips else None)
+        model = Model(self.parameters) if self.setup.is_sparse else None
+        most = NEVER_REACHED if self.setup.clips else None
+        self.optimizer = RemoteOptimizer(self.local, model=model, max_grad_norm=most)
         self.steps = self.optimizer._engine.progress
         self.write_seen("start")
         while True:
@@ -93,8 +98,9 @@ class ChaosTrainer:
         gradient = torch.zeros_like(self.parameters[PARAMETERS[0]])
         gradient[:, 0, self.rank] = -UNIT
         gradient[:, 1, self.rank] = -UNIT * step
-        for parameter in self.parameters.values():
-            parameter.grad = gradient.clone()
+        for name, parameter in self.parameters.items():
+            is_sparse = self.setup.is_sparse and name == SPARSE
+            parameter.grad = self.make_rows(step) if is_sparse else gradient.clone()
         if with_nan:
             gradient[0, 0, 0] = float("nan")  # on one pserver alone
             self.parameters[PARAMETERS[0]].grad = gradient
@@ -108,6 +114,15 @@ class ChaosTrainer:
                 raise
             self.diary.write("refused", round=step, attempt=self.attempt)
 
+    def make_rows(self, step: int) -> torch.Tensor:
+        """Return the same gradient as rows."""
+        own = torch.tensor([self.rank, self.setup.num_trainers + self.rank])
+        rows = torch.cat([pserver * NUM_ROWS + own for pserver in range(self.setup.num_pservers)])
+        values = torch.tensor([-UNIT, -UNIT * step], dtype=torch.float32).repeat(self.setup.num_pservers)
+        return torch.sparse_coo_tensor(
+            rows[None], values, self.parameters[SPARSE].shape, is_coalesced=True, check_invariants=False
+        )
+
     def write_seen(self, what: str) -> None:
         """Record every block with its version."""
         landed, blocks = self.steps.version, {}
@@ -115,8 +130,23 @@ class ChaosTrainer:
             version = self.tricks.versions[pserver][landed]
             for block in (block for block in shard if block.parameter in PARAMETERS):
                 values = self.parameters[block.parameter].detach().flatten()[block.begin : block.end].tolist()
-                blocks[block.name] = [version, *values]
+                blocks[block.name] = [version, *values[: 2 * self.setup.num_trainers]]
         self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks)
+
+
+class Model(torch.nn.Module):
+    """The parameters, and that one is sparse, as `torch.nn.Embedding(sparse=True)` shows it."""
+
+    sparse = True
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        return self.get_parameter(SPARSE)
 
 
 def start_quickly() -> None:
