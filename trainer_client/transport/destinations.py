@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, Round
-from ps_protocol.wire_types import SCALES, quantised
+from ps_protocol.wire_types import ROWS, SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
 from .tensors import has_wire_layout, writable_bytes
@@ -117,6 +118,9 @@ def make_shard_destinations(
     return result
 
 
+Rows: TypeAlias = tuple[Tensor | None, Tensor]  # indices of shape (k,) int32, values of shape (k, width)
+
+
 class RowsDestination:
     """The memory that a block of a sparse parameter is pulled to: its changed rows, or all, made for each pull.
 
@@ -128,31 +132,45 @@ class RowsDestination:
         self._width = plan.parameter[block.parameter].width
         self._begin, self._end = block.begin // self._width, block.end // self._width
         self._dtype = TORCH_DTYPES[plan.pulled(block.parameter)]
-        self._indices: Tensor | None = None  # None: all rows
-        self._values: Tensor | None = None  # None: no row has changed
+        self._incoming: Rows | None = None  # of the newest frame; without indices: all rows
+        self._arrived: Rows | None = None  # None: no row has changed
 
-    def make_room(self, indices: TensorEntry | None, values: TensorEntry | None) -> list[memoryview]:
-        """Return memory for the tensors of a frame, the last of which has the values."""
-        self._indices = self._values = None
+    def make_room(self, name: str, entries: Mapping[str, TensorEntry]) -> dict[str, memoryview]:
+        """Return memory for the tensors of this block in a frame. Raises BadInput if its values come before its rows.
+
+        A frame may be received again, and what has arrived before stays until it is complete.
+        """
+        indices, values = entries.get(name + ROWS), entries.get(name)
         if values is None:
-            return []
-        num_rows = self._end - self._begin
-        if indices is not None:
+            self._incoming = self._arrived = None
+            return {}
+        if indices is None:
+            of_rows, num_rows = None, self._end - self._begin
+        else:
+            if indices.begin > values.begin:
+                raise BadInput(f"the rows of block {name!r} must come before its values", code="malformed_frame")
             num_rows = math.prod(indices.shape)
-            self._indices = torch.empty(num_rows, dtype=torch.int32, device="cpu")
-        self._values = torch.empty(num_rows * self._width, dtype=self._dtype, device="cpu")
-        return [writable_bytes(each) for each in (self._indices, self._values) if each is not None]
+            of_rows = torch.empty(num_rows, dtype=torch.int32, device="cpu")
+        new = torch.empty((num_rows, self._width), dtype=self._dtype, device="cpu")
+        self._incoming = of_rows, new
+        room = {} if of_rows is None else {name + ROWS: writable_bytes(of_rows)}
+        return {**room, name: writable_bytes(new)}
+
+    def complete(self) -> None:
+        """Note that all values of the frame have been received."""
+        self._arrived = self._incoming
 
     def write_to(self, parameter: Tensor) -> None:
         """Write what the newest pull has brought to the parameter. May be repeated."""
-        if self._values is None:
+        if self._arrived is None:
             return
+        indices, values = self._arrived
         rows = parameter.detach().view(-1, self._width)[self._begin : self._end]
-        values = self._values.view(-1, self._width).to(parameter.device, parameter.dtype)
-        if self._indices is None:
+        values = values.to(parameter.device, parameter.dtype)
+        if indices is None:
             rows.copy_(values)
         else:
-            rows.index_copy_(0, self._indices.to(parameter.device).long(), values)
+            rows.index_copy_(0, indices.to(parameter.device).long(), values)
 
 
 class Deltas:

@@ -8,7 +8,6 @@ from time import perf_counter
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, TRUSTED_LIMITS, Frame, parse_header, parse_length
 from ps_protocol.requests import SINCE_KEY
-from ps_protocol.wire_types import ROWS
 
 from .destinations import RowsDestination
 
@@ -79,9 +78,13 @@ class FrameSink:
         """Implement `Sink.buffer_updated`."""
         self._filled += num_bytes
         self.num_bytes += num_bytes
-        if self._on_block is not None and self._frame is not None:
-            entry = self._frame.tensors[self._index]
-            if self._filled == entry.end - entry.begin and entry.name in self._expected:
+        if self._frame is None or not (self._on_block or self._rows):
+            return
+        entry = self._frame.tensors[self._index]
+        if self._filled == entry.end - entry.begin and entry.name in self._expected:
+            if entry.name in self._rows:
+                self._rows[entry.name].complete()
+            if self._on_block is not None:
                 self._on_block(entry.name)
 
     def _feed_start(self, data: memoryview) -> memoryview:
@@ -96,7 +99,10 @@ class FrameSink:
         if len(self._start) < data_begin:
             return _EMPTY
         frame = parse_header(bytes(self._start[LENGTH_BYTES:data_begin]), TRUSTED_LIMITS)
-        rows = self._make_room(frame) if self._rows else {}
+        entries = {entry.name: entry for entry in frame.tensors} if self._rows else {}
+        rows = {
+            tensor: room for name, its in self._rows.items() for tensor, room in its.make_room(name, entries).items()
+        }
         for entry in frame.tensors:
             destination = rows.get(entry.name, self._destinations.get(entry.name))
             if entry.name in self._deltas and (entry.dtype == "I8" or destination is None):
@@ -117,15 +123,6 @@ class FrameSink:
         rest = data[len(data) - (len(self._start) - data_begin) :]
         self.num_bytes -= len(rest)
         return rest
-
-    def _make_room(self, frame: Frame) -> dict[str, memoryview]:
-        """Return memory for the rows in this frame, by the name of the tensor."""
-        entries = {entry.name: entry for entry in frame.tensors}
-        made: dict[str, memoryview] = {}
-        for name, destination in self._rows.items():
-            memory = destination.make_room(entries.get(name + ROWS), entries.get(name))
-            made |= zip((name + ROWS, name)[-len(memory) :] if memory else (), memory, strict=True)
-        return made
 
     def finish(self) -> Mapping[str, str]:
         """Return the frame's metadata. Raises BadInput unless every destination is complete."""
