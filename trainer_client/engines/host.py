@@ -8,8 +8,8 @@ The step of process 0 is that of any trainer, whatever the strategy and the mode
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from .engine import StepEngine, StepGradients, StepProgress
 from .model_tensors import TrainedModel
 from .script_optimizers import LocalSteps
 
+TakenRows: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+
 
 class HostEngine:
     """The engine of each process: process 0 steps with another engine, whose parameters the other processes receive."""
@@ -36,8 +38,11 @@ class HostEngine:
         device: torch.device,
         engine: StepEngine | None,
         local: LocalSteps | None,
+        take_rows: Callable[[], TakenRows | None] = dict,
     ) -> None:
         """Write the values that the run begins with in the processes that have no `engine`: all but process 0.
+
+        `take_rows`: see `PserverEngine.take_rows`.
 
         Blocks for all processes. `device` has the same type in all of them.
         """
@@ -60,7 +65,10 @@ class HostEngine:
         self._sparse = {name: model.parameters[name] for name in model.sparse}
         self._buckets = cut_buckets(dense, started["bucket_bytes"], device)
         self._tally = TallyVector(list(model.parameters), place.process, place.num_processes, host_memory)
-        self._values = BroadcastBuffer(model.pulled, device)
+        self._take_rows = take_rows
+        self._has_written = False  # the script has, in this process
+        self._values = BroadcastBuffer({**dense, **model.averages.means}, device)
+        self._all_values = BroadcastBuffer(model.pulled, device) if model.sparse else self._values
         self._broadcast(BroadcastBuffer({**model.pulled, **model.stored}, device), started)
 
     def follow_parameters(self) -> None:
@@ -74,6 +82,7 @@ class HostEngine:
             self._engine.replace_values(names)
         elif self._local is not None:
             self._local.begin_count()
+        self._has_written = True
 
     def step(self, contribution: StepGradients) -> None:
         """Implement `StepEngine.step`. Blocks for all processes, which raise the errors of process 0.
@@ -86,10 +95,30 @@ class HostEngine:
             gradients = {} if tally.nonfinite else self._take_means(tally, rows)
             with self._host.reporting_failure():
                 self._engine.step(contribution._replace(gradients=gradients, is_finite=not tally.nonfinite))
-        result = self._share_result()
+        taken = self._take_rows() if tally.source is None else None  # then any value of the others may differ
+        result = self._share_result(
+            rows=None if taken is None else {name: len(its) for name, (its, _) in taken.items()}
+        )
         if self._engine is None:
             self.progress.num_rollbacks += result["round"] <= self.progress.version
-        self._broadcast(self._values, result)
+        if result["rows"] is not None:
+            self._broadcast_rows(result["rows"], taken or {})
+        self._broadcast(self._all_values if result["rows"] is None else self._values, result)
+
+    def _broadcast_rows(self, counts: Mapping[str, int], taken: TakenRows) -> None:
+        """Replace rows of the other processes by those that process 0 has taken."""
+        received: TakenRows = {}
+        for name, count in counts.items():
+            dtype, (_, *width) = self._sparse[name].dtype, self._sparse[name].shape
+            room = torch.empty(count, dtype=torch.int64), torch.empty((count, *width), dtype=dtype)
+            indices, values = taken.get(name, room)
+            received[name] = indices, values.to(dtype)
+            for tensor in received[name]:
+                self._host.control.broadcast(tensor)
+        self._host.control.finish()
+        for name, (indices, values) in received.items() if self._engine is None else ():
+            parameter = self._sparse[name].detach()
+            parameter.index_copy_(0, indices.to(parameter.device), values.to(parameter.device))
 
     def synchronize(self) -> bool:
         """Implement `StepEngine.synchronize`. No step is ever on its way."""
@@ -103,7 +132,9 @@ class HostEngine:
         rows = {name: _copy_rows(contribution.gradients.get(name), its) for name, its in sorted(self._sparse.items())}
         for gradient in rows.values():
             self._host.control.all_reduce(gradient)
-        self._tally.fill(contribution.gradients.keys(), is_finite=contribution.is_finite)
+        has_written, self._has_written = self._has_written, False
+        names, is_finite = contribution.gradients.keys(), contribution.is_finite
+        self._tally.fill(names, is_finite=is_finite, has_written=has_written)
         self._host.control.all_reduce(self._tally.vector)
         self._host.control.finish()
         self._host.tensors.finish()

@@ -86,6 +86,10 @@ class Pipeline:
         write_back(dense, memory.received, self._parameter_copies)
         memory.write_rows(parameters)
 
+    def read_rows(self, version: Round) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the rows that the pull of this version has brought: see `StepMemory.read_rows`."""
+        return self._memory_of(version).read_rows()
+
     # ------------------------------------------------------------------ gradients out
 
     def add(self, step: Round, name: str, gradient: Tensor) -> None:

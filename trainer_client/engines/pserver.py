@@ -48,6 +48,7 @@ class PserverEngine:
         self._has_stored = False
         self._is_going_back = False  # until the values that the run went back to are in the parameters
         self._pushed: StepGradients | None = None  # of the newest step, with buffers
+        self._has_all_rows = False  # pulled since `take_rows` was called
         self._loading = Loading(self._client, self._parameters)
         self._start_after(self._client.run.start - 1)
 
@@ -61,6 +62,7 @@ class PserverEngine:
                     bucket_bytes = self._client.settings.chosen_bucket_bytes
                     self._client.io.run(self._client.pservers.send_initial(self._initial_values(), bucket_bytes))
                 self._pipeline.pull_start(version)
+                self._has_all_rows = True
                 self._write_back(version, set(self._parameters), bumps_version=bumps_version)
                 if self._stored and not self._has_stored:
                     self._pull_stored()
@@ -157,6 +159,14 @@ class PserverEngine:
                     master, value = held[name].slots[MASTER], values[name]
                     kept[name] = torch.where(master.to(wires[name]) == value, master, value.float())
         return kept
+
+    def take_rows(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Return the rows of sparse parameters that have changed since the last call; None: any may have.
+
+        There is one call after each step.
+        """
+        has_all, self._has_all_rows = self._has_all_rows, False
+        return None if has_all else self._pipeline.read_rows(self.progress.version)
 
     # ------------------------------------------------------------------ the step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ps_protocol.encodings import TORCH_DTYPES
@@ -57,6 +58,15 @@ class StepMemory:
             for rows in destination.rows.values():
                 if rows.parameter in parameters:
                     rows.write_to(parameters[rows.parameter])
+
+    def read_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the rows that the newest pull has brought, by sparse parameter: see `RowsDestination.read`."""
+        found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for destination in self.destinations:
+            for rows in destination.rows.values():
+                if (arrived := rows.read()) is not None:
+                    found.setdefault(rows.parameter, []).append(arrived)
+        return {name: (torch.cat([i for i, _ in its]), torch.cat([v for _, v in its])) for name, its in found.items()}
 
     def forget_base(self) -> None:
         """Pull all blocks the next time, because the received values may have changed."""

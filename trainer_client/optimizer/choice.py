@@ -197,7 +197,8 @@ def start_engine(session: Session, work: DividedWork) -> StartedEngine:
         return StartedEngine(HostEngine(session, host, model, device, None, work.local), None)
     with host.reporting_failure():
         started = _start_trainer(session, work, device)
-    return started._replace(engine=HostEngine(session, host, model, device, started.engine, work.local))
+    take_rows = {} if started.pserver is None else {"take_rows": started.pserver.take_rows}
+    return started._replace(engine=HostEngine(session, host, model, device, started.engine, work.local, **take_rows))
 
 
 def _start_trainer(session: Session, work: DividedWork, device: torch.device) -> StartedEngine:

@@ -160,6 +160,13 @@ class RowsDestination:
         """Note that all values of the frame have been received."""
         self._arrived = self._incoming
 
+    def read(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the newest pull has brought: indices of rows of the parameter, (k,) int64, and values."""
+        if self._arrived is None:
+            return None
+        indices, values = self._arrived
+        return self._begin + (torch.arange(len(values)) if indices is None else indices.long()), values
+
     def write_to(self, parameter: Tensor) -> None:
         """Write what the newest pull has brought to the parameter. May be repeated."""
         if self._arrived is None:
