@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Options] = {
     "Adamax": _ADAM,
     "NAdam": {**_ADAM, "momentum_decay": 4e-3},
     "RAdam": _ADAM,
+    "SparseAdam": _ADAM,
 }
 
 
@@ -43,37 +44,50 @@ def make_spec(name: str, groups: Sequence[Options]) -> OptimizerSpec:
 
 
 def make_numbers(spec: OptimizerSpec, groups: Sequence[Options]) -> list[dict[str, Any]]:
-    return check_hyper_parameters(spec, [{key: group[key] for key in RULES[spec.name].numbers} for group in groups])
+    rules = [RULES[spec.rule(index)] for index in range(len(groups))]
+    return check_hyper_parameters(
+        spec, [{key: group[key] for key in rule.numbers} for rule, group in zip(rules, groups, strict=True)]
+    )
 
 
 class TorchOracle:
     """`torch.optim` on float32 masters, with the implementation that the pserver uses.
 
-    Each parameter is a group of its own, with the options of its real one: fused SGD with momentum refuses a group
-    in which one parameter has had its first gradient and another has not.
+    Each parameter has an optimizer of its own, with the options of its real group: fused SGD with momentum refuses a
+    group in which one parameter has had its first gradient and another has not, and fused kernels sparse gradients.
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[ParameterSpec], groups: Sequence[Options], initial: Mapping[str, Tensor]
+        self,
+        spec: OptimizerSpec,
+        parameters: Sequence[ParameterSpec],
+        groups: Sequence[Options],
+        initial: Mapping[str, Tensor],
     ) -> None:
         self.parameters = {p.name: initial[p.name].clone().requires_grad_() for p in parameters}
-        self._group_of = [p.group for p in parameters]
-        implementation = {"fused": True} if name in FUSED else {"foreach": False}
-        if name == "Adagrad":  # torch takes this one from its constructor, not from the groups
-            implementation["initial_accumulator_value"] = groups[0]["initial_accumulator_value"]
-        self._optimizer = getattr(torch.optim, name)(
-            [{"params": [self.parameters[p.name]], **groups[p.group]} for p in parameters], **implementation
-        )
+        self._group_of = {p.name: p.group for p in parameters}
+        self._optimizers = {
+            p.name: _make_optimizer(spec.rule(p.group), self.parameters[p.name], groups[p.group], is_sparse=p.is_sparse)
+            for p in parameters
+        }
 
     def step(self, gradients: Mapping[str, Tensor], groups: Sequence[Options]) -> None:
-        for torch_group, index in zip(self._optimizer.param_groups, self._group_of, strict=True):
-            torch_group.update(groups[index])
-        for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
-        self._optimizer.step()
+        for name, optimizer in self._optimizers.items():
+            optimizer.param_groups[0].update(groups[self._group_of[name]])
+            self.parameters[name].grad = gradients.get(name)
+            optimizer.step()
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        return {k: v for k, v in self._optimizer.state.get(self.parameters[name], {}).items() if v is not None}
+    def state(self, name: str) -> dict[str, Any]:
+        return {k: v for k, v in self._optimizers[name].state.get(self.parameters[name], {}).items() if v is not None}
+
+
+def _make_optimizer(rule: str, parameter: Tensor, options: Options, *, is_sparse: bool) -> torch.optim.Optimizer:
+    implementation: Options = {"fused": True} if rule in FUSED and not is_sparse else {"foreach": False}
+    if rule == "Adagrad":  # torch takes this one from its constructor, not from the groups
+        implementation["initial_accumulator_value"] = options["initial_accumulator_value"]
+    return getattr(torch.optim, rule)(
+        [{"params": [parameter], **options}], **({} if rule == "SparseAdam" else implementation)
+    )
 
 
 class Shards:
@@ -139,7 +153,7 @@ def assert_equal(shards: Shards, oracle: TorchOracle, when: str) -> None:
         state = shards.step_state(name)
         for key, value in oracle.state(name).items():
             if key in ("step", "mu_product"):
-                assert getattr(state, "steps" if key == "step" else key) == value.item(), f"{name} {when}"
+                assert getattr(state, "steps" if key == "step" else key) == float(value), f"{name} {when}"
             elif state.steps or state.has_momentum:  # Adagrad's are there before the first step
                 assert_same_bits(shards.values(name, key), value, f"{key} of {name} {when}")
 

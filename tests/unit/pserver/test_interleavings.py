@@ -190,7 +190,7 @@ async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
         assert await b.settle_used_bytes(0) == 0, "a receive buffer was not returned"
 
         initial = initial_values()
-        oracle = TorchOracle("SGD", PARAMETERS, options, initial)
+        oracle = TorchOracle(b.plan.optimizer, PARAMETERS, options, initial)
         for round_ in range(LAST_ROUND + 1):
             if round_:
                 oracle.step(average([gradients_of(rank, round_) for rank in range(num_trainers)]), options)

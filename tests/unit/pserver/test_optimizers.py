@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.frames import parse_frame
-from ps_protocol.optimizers import BUFFER_RULES, LOWEST_RANK, MEAN, RULES, OptimizerSpec, StepState
+from ps_protocol.optimizers import BUFFER_RULES, LOWEST_RANK, MEAN, RULES, SPARSE_NUMBERS, OptimizerSpec, StepState
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec
 from ps_protocol.wire_types import WireTypes
@@ -103,14 +103,14 @@ def start(
     name, groups = CASES[case][0], make_groups(case)
     generator = torch.Generator().manual_seed(7)
     initial = {p.name: torch.randn(p.shape, generator=generator) for p in parameters}
-    slice_plan = make_plan(
-        parameters, num_pservers, min_block_size=min_block_size, optimizer=make_spec(name, groups), **plan
-    )
-    return Shards(slice_plan, initial), TorchOracle(name, parameters, groups, initial)
+    spec = make_spec(name, groups)
+    slice_plan = make_plan(parameters, num_pservers, min_block_size=min_block_size, optimizer=spec, **plan)
+    return Shards(slice_plan, initial), TorchOracle(spec, parameters, groups, initial)
 
 
 def test_every_optimizer_of_the_protocol_has_a_rule_and_a_case():
-    assert UPDATE_RULES.keys() - BUFFER_RULES.keys() == RULES.keys() == {name for name, _ in CASES.values()}
+    cases = {name for name, _ in CASES.values()} | SPARSE_NUMBERS.keys()  # these are in test_rows.py
+    assert UPDATE_RULES.keys() - BUFFER_RULES.keys() == RULES.keys() == cases
 
 
 @parametrize_sampled(
@@ -206,7 +206,7 @@ def test_any_model_cut_and_presence_equals_torch(
 def test_stepping_imports_no_dynamo():
     script = """
 import sys, torch
-from ps_protocol.optimizers import check_optimizer
+from ps_protocol.encodings import Rows
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.pserver.shard.shard import Shard
@@ -214,9 +214,12 @@ from tests.unit.pserver.oracle import DEFAULTS, make_numbers, make_options, make
 for name in DEFAULTS:
     groups = [make_options(name)]
     spec = make_spec(name, groups)
-    shard = Shard(make_plan([ParameterSpec("w", (100,))], 1, optimizer=spec), 0)
+    is_sparse = name == "SparseAdam"
+    shard = Shard(make_plan([ParameterSpec("w", (100,), is_sparse=is_sparse)], 1, optimizer=spec), 0)
     shard.set_initial({"w.block0": torch.ones(100)}, {})
-    shard.apply(*shard.aggregator.aggregate([{"w.block0": torch.ones(100)}] * 2), make_numbers(spec, groups))
+    rows = {"w.block0": Rows(torch.arange(100), torch.ones(100, 1))} if is_sparse else {}
+    dense = {} if is_sparse else {"w.block0": torch.ones(100)}
+    shard.apply(*shard.aggregator.aggregate([dense] * 2, [rows] * 2), make_numbers(spec, groups))
     assert shard.block("w.block0").sum() != 100, name
 print([name for name in sys.modules if name.startswith("torch._dynamo")])
 """

@@ -52,9 +52,19 @@ def read(frame: Frame, body: bytes) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- flat gradients
 
 
-def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(BadModel, match=r"the gradient of 'embedding' is sparse, .* with sparse=False"):
-        Flattening().flat("embedding", torch.ones(2, 2).to_sparse())
+def test_only_gradients_of_sparse_parameters_stay_sparse_and_must_be() -> None:
+    warnings: list[str] = []
+    flattening = Flattening({"table"}, warnings.append)
+    values = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    twice = torch.sparse_coo_tensor([[2, 0, 2]], values, (3, 2), check_invariants=True)
+    kept = flattening.flat("table", twice)
+    assert (kept.indices().tolist(), kept.values().tolist()) == ([[0, 2]], [[3.0, 4.0], [6.0, 8.0]])
+    for _ in range(2):
+        assert flattening.flat("unknown", twice).tolist() == [3.0, 4.0, 0.0, 0.0, 6.0, 8.0]
+    assert warnings == ["the sparse gradient of 'unknown' travels as a whole one. Pass RemoteOptimizer the model"]
+    for other in (torch.ones(3, 2), torch.ones(3, 2).to_sparse()):  # neither names rows
+        with pytest.raises(BadModel, match=r"'table' must be a sparse COO tensor of rows, .* with sparse=False"):
+            flattening.flat("table", other)
 
 
 # ---------------------------------------------------------------- buckets
