@@ -82,7 +82,7 @@ def _expect(place: BlockPlace, entries: Mapping[str, TensorEntry]) -> Sequence[W
     (name, _, most), *rest = place.pushed
     if not place.width or name not in entries:
         return place.pushed
-    return sparse(place.name, rest[0][1], min(*most, *entries[name].shape[:1]), place.width)
+    return sparse(place.name, rest[0][1], min((*most, *entries[name].shape[:1])), place.width)
 
 
 def _view_blocks(body: Body, found: FoundBlocks) -> dict[str, StagedBlock]:

@@ -312,6 +312,7 @@ async def bench(
     *,
     initial: bool = True,
     groups: Sequence[Options] = GROUPS,
+    parameters: Sequence[ParameterSpec] = PARAMETERS,
     optimizer: str = "SGD",
     state_dir: Path | None = None,
     incarnation: int = 1,
@@ -329,7 +330,7 @@ async def bench(
     pserver = make_pserver(state_dir or Path(folder.name), compute, registry)
     held = await pserver.open_folder(0)
     await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
-    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)
+    plan = make_plan(parameters, 1, optimizer=make_spec(optimizer, groups), wire=wire, buffers=buffers)
     message = InstallRun(
         **{
             "run": "run1",

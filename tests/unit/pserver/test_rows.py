@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.encodings import TORCH_DTYPES
-from ps_protocol.frames import DEFAULT_LIMITS, parse_frame
+from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
 from ps_protocol.optimizers import MASTER, OptimizerSpec, slot_key
 from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.requests import COMPUTED_ON_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from ps_protocol.wire_types import WireTypes
+from ps_protocol.wire_types import ROWS, WireTypes
 from services.pserver.run.read_pushes import PushReader
 from services.pserver.shard import row_changes
-from services.pserver.shard.bodies import Body, BufferPool, StagedBlock, check_blocks, split_blocks
+from services.pserver.shard.bodies import Body, BufferPool, StagedBlock, check_blocks, split_blocks, view_bytes
 from services.pserver.shard.optimizer import LoadedState
 from services.pserver.shard.shard_state import reslice
 from trainer_client.client.buckets import make_buckets
@@ -31,6 +34,7 @@ from trainer_client.transport.tensors import Flattening, writable_bytes
 
 from ...soaking import examples
 from .oracle import Options, Shards, TorchOracle, assert_equal, make_numbers, make_options, make_spec, num_threads
+from .support import bench, decode, encode, unchanged
 
 Gradients = Mapping[str, Tensor]
 
@@ -281,3 +285,58 @@ def test_a_reader_has_the_values_of_the_pservers_from_any_base(
                 reader.pull(shards)
                 for name, value in reader.parameters.items():
                     assert torch.equal(value, shards.values(name).to(value.dtype)), name
+
+
+# ---------------------------------------------------------------------- refused pushes
+
+W = ParameterSpec("w", (4, 3), is_sparse=True)
+
+
+def encode_rows(metadata: Mapping[str, str], **tensors: Tensor) -> bytes:
+    """Return a push of the block, whose tensors are `rows` and `values`."""
+    named = {"w.block0" + (ROWS if key == "rows" else ""): tensor for key, tensor in tensors.items()}
+    dtypes = {torch.int32: "I32", torch.int64: "I64", torch.float32: "F32", torch.bfloat16: "BF16"}
+    header = encode_header([(name, dtypes[t.dtype], tuple(t.shape)) for name, t in named.items()], metadata)
+    return header + b"".join(bytes(view_bytes(t.view(-1))) for t in named.values())
+
+
+def rows_of(*indices: int, **changes: Tensor) -> dict[str, Tensor]:
+    return {"rows": torch.tensor(indices, dtype=torch.int32), "values": torch.ones(3 * len(indices)), **changes}
+
+
+REFUSED = [
+    ("malformed_frame", {"values": torch.ones(3)}, r"must also contain 'w\.block0\.rows'"),
+    ("malformed_frame", {"rows": rows_of(1)["rows"]}, r"must also contain 'w\.block0'"),
+    ("malformed_frame", rows_of(2, 1), "the indices of a block must increase, from 0 to below its size"),
+    ("malformed_frame", rows_of(1, 1), "must increase"),
+    ("malformed_frame", rows_of(-1, 1), "must increase"),
+    ("malformed_frame", rows_of(1, 4), "must increase"),
+    ("malformed_frame", rows_of(4), "must increase"),
+    ("wrong_shape", rows_of(0, 1, 2, 3, 4), r"expected \[4\]; actual \[5\]"),  # more than the block has
+    ("wrong_shape", rows_of(1, 2, values=torch.ones(3)), r"expected \[6\]; actual \[3\]"),
+    ("wrong_shape", rows_of(1, values=torch.ones(1, 3)), r"expected \[3\]; actual \[1, 3\]"),
+    ("wrong_shape", rows_of(rows=torch.tensor(1, dtype=torch.int32)), r"expected \[4\]; actual \[\]"),
+    ("wrong_dtype", rows_of(1, rows=torch.tensor([1])), "expected I32; actual I64"),
+    ("wrong_dtype", rows_of(1, values=torch.ones(3).bfloat16()), "expected F32; actual BF16"),
+]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_push_of_wrong_rows_is_refused_and_changes_nothing(mode: str) -> None:
+    groups = [make_options("SGD")]
+    consistency = Consistency(mode=mode)
+    async with bench(1, groups=groups, parameters=[W], initial=False, consistency=consistency) as b:
+        await b.call("initial", b.fence(0, 0), encode({"w.block0": torch.zeros(12)}))
+        numbers = {COMPUTED_ON_KEY: "0"} if mode == "async" else {}
+        for code, tensors, said in REFUSED:
+            refusal = await unchanged(b, code, b.call("push", b.fence(0, 1), encode_rows({}, **tensors)))
+            assert re.search(said, refusal.text)
+        for name in ("momentum", "weight_decay"):
+            heavy = encode_rows({**b.completion([{**groups[0], name: 0.5}]), **numbers}, **rows_of(1))
+            refusal = await unchanged(b, "bad_hyper_parameters", b.call("push", b.fence(0, 1), heavy))
+            assert f"SGD with {name} cannot step sparse parameters: it would change rows without" in refusal.text
+        await b.call("push", b.fence(0, 1), encode_rows({**b.completion(), **numbers}, **rows_of(0, 3)))
+        if mode == "sync":
+            await b.barrier(0, 1)
+        values = decode(await b.get(0, 1))[0]["w.block0"].view(4, 3)
+        assert values[:, 0].tolist() == pytest.approx([-0.1, 0, 0, -0.1])
