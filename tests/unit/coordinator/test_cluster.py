@@ -13,6 +13,7 @@ from ps_protocol.membership import FrozenRounds, HeldRun
 from services.coordinator.reconcile import make_members_message
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.state.cluster import Cluster
+from services.coordinator.state.joining import plan_model
 from services.coordinator.state.losses import expire_trainers, note_heartbeat
 from services.coordinator.state.pservers import PserverRegistry
 
@@ -262,6 +263,19 @@ def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, An
     with pytest.raises(BadModel, match=f"{next(iter(changes))} would have no effect with strategy ring"):
         declare(ring(), 0, **changes)
     declare(ring(), 0, push_type="float32", pull_type="float32", local_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [({"strategy": "ring"}, {}), ({}, {"local_steps": 2}), ({"mode": "async", "compensation": "dc"}, {})],
+    ids=str,
+)
+def test_sparse_parameters_are_refused_where_whole_gradients_are_needed(
+    settings: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(BadModel, match=r"need the whole gradient .* Embedding of 'w' with sparse=False"):
+        plan_model(model(sparse=("w",), **changes), CoordinatorSettings(**settings), 2)
+    plan_model(model(**changes), CoordinatorSettings(**settings), 2)
 
 
 @pytest.mark.ring

@@ -18,6 +18,7 @@ from ps_protocol.optimizers import (
     OptimizerSpec,
     check_hyper_parameters,
     check_optimizer,
+    check_sparse_numbers,
 )
 
 from ...raising import raises_code
@@ -48,7 +49,7 @@ def test_a_refused_optimizer_is_refused_with_its_reason(name: str) -> None:
         check_optimizer(name, [])
     reason, _, advice = caught.value.detail.partition("; ")
     assert reason == f"{name} cannot run on a pserver: {REFUSED[name]}"
-    assert ("--strategy ring runs it" in advice) == (name not in ("LBFGS", "SparseAdam"))
+    assert ("--strategy ring runs it" in advice) == (name != "LBFGS")
     assert caught.value.facts == {"expected": ", ".join(RULES), "actual": name}
 
 
@@ -141,6 +142,15 @@ def test_betas_are_two_fractions(value: Any) -> None:
 def test_groups_that_do_not_fit(groups: Any, message: str) -> None:
     with raises_code("bad_hyper_parameters", match=message):
         check_hyper_parameters(SGD, groups)
+
+
+@pytest.mark.parametrize("name", ["momentum", "weight_decay"])
+def test_numbers_that_change_rows_without_a_gradient_must_be_0_for_sparse_parameters(name: str) -> None:
+    groups = [SGD_NUMBERS, {**SGD_NUMBERS, "momentum": 0, name: 0.5}]
+    both = OptimizerSpec("SGD", SGD.group_flags * 2)
+    check_sparse_numbers(both, (), groups)
+    with raises_code("bad_hyper_parameters", match=f"SGD with {name} cannot .*sparse=False .*0 in group 1; actual 0.5"):
+        check_sparse_numbers(both, {1}, groups)
 
 
 def test_the_last_groups_may_be_the_buffers() -> None:

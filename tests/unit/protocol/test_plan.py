@@ -14,6 +14,7 @@ from ps_protocol.errors import BadModel, GradpostError
 from ps_protocol.optimizers import MEAN, OptimizerSpec
 from ps_protocol.plan import (
     MAX_PSERVERS,
+    MAX_ROWS,
     PLACE,
     SizedName,
     SlicePlan,
@@ -118,7 +119,7 @@ def test_any_json_gives_a_plan_or_our_error(value: Any) -> None:
 @pytest.mark.parametrize("push", ["float16", "int8", "topk"])
 def test_buffers_are_exact_on_the_wire(push: PushType) -> None:
     parameters = [ParameterSpec("w", (10_000,)), ParameterSpec("mean", (10_000,), group=1)]
-    optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_buffers((MEAN,))
+    optimizer = SGD.with_buffers((MEAN,))
     wire = WireTypes(push, "bfloat16")
     plan = SlicePlan.from_json(over_the_wire(make_plan(parameters, 1, optimizer=optimizer, wire=wire)))
     pushed = {block.parameter: plan.pushed(block) for block in plan.blocks}
@@ -128,6 +129,9 @@ def test_buffers_are_exact_on_the_wire(push: PushType) -> None:
 
 
 # ---------------------------------------------------------------- models that cannot be planned
+
+TABLE = ParameterSpec("w", (30, 4), is_sparse=True)
+SGD = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},))
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,23 @@ def test_buffers_are_exact_on_the_wire(push: PushType) -> None:
         ({"num_pservers": 0}, "the number of pservers is out of range"),
         ({"num_pservers": MAX_PSERVERS + 1}, "the number of pservers is out of range"),
         ({"min_block_size": 0}, "min_block_size is too small"),
+        *(
+            ({"parameters": [TABLE], "optimizer": OptimizerSpec(rule, ({},))}, message)
+            for rule, message in (
+                ("Adam", r"Adam does not support the sparse gradients of 'w'. Use SparseAdam, .*wrap_optimizers"),
+                ("AdamW", "AdamW does not support the sparse gradients of 'w'"),
+            )
+        ),
+        ({"optimizer": OptimizerSpec("SparseAdam", ({},))}, "does not support dense gradients, such as that of 'w'"),
+        (
+            {"parameters": [ParameterSpec("w", (MAX_ROWS + 1, 0), is_sparse=True)], "optimizer": SGD},
+            r"SGD does not support the sparse .* at most 2147483647 rows; actual SGD, shape \[2147483648, 0\]",
+        ),
+        ({"parameters": [ParameterSpec("w", (), is_sparse=True)], "optimizer": SGD}, r"actual SGD, shape \[\]"),
+        *(
+            ({"parameters": [TABLE], "wire": wire}, "sparse gradients have no push_type int8 and topk, and no pull_ty")
+            for wire in (WireTypes("int8"), WireTypes("topk"), WireTypes(pull="int8"))
+        ),
         ({"placement": "random"}, "there is no such placement .*balanced or round_robin or hash.*'random'"),
     ],
     ids=str,
