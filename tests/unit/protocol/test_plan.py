@@ -62,6 +62,13 @@ def test_scalars_have_a_block_and_empty_parameters_none() -> None:
     assert (make_plan([], 2).blocks, make_plan([], 2).shards) == ((), ((), ()))
 
 
+def test_a_sparse_parameter_is_cut_between_rows() -> None:
+    plan = make_plan([ParameterSpec("w", (32, 2, 4), is_sparse=True)], 5, min_block_size=100)  # 13 rows
+    assert [(block.begin // 8, block.end // 8, block.begin % 8) for block in plan.blocks] == [
+        (0, 11, 0), (11, 22, 0), (22, 32, 0),
+    ]  # fmt: skip
+
+
 def test_balanced_counts_bytes_and_not_elements() -> None:
     parameters = [ParameterSpec("half", (6,), "BF16"), ParameterSpec("full", (5,), "F32"), ParameterSpec("b", (2,))]
     assert [block.pserver for block in make_plan(parameters, 2).blocks] == [1, 0, 1]

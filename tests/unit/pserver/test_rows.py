@@ -287,6 +287,22 @@ def test_a_reader_has_the_values_of_the_pservers_from_any_base(
                     assert torch.equal(value, shards.values(name).to(value.dtype)), name
 
 
+def test_a_pull_brings_the_rows_of_the_remembered_updates_unless_the_block_is_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_changes, "MAX_UPDATES", 2)
+    shards, _ = start("sgd", [spec := ParameterSpec("w", (100, 4), is_sparse=True)], 1, 8192)
+    reader, generator = Reader(shards.plan), torch.Generator()
+    found = []
+    for updates in ([], [[3, 5]], [], [[3], [5]], [[3], [4], [5]], [range(79)], [range(80)], [[3], range(70), [5]]):
+        for touched in updates:
+            shards.step([{"w": make_gradient(spec, torch.tensor(touched), generator)}], make_case("sgd")[1])
+        found.append(reader.pull(shards))
+        assert torch.equal(reader.parameters["w"], shards.values("w"))
+    whole, rows = 1, 2  # tensors
+    assert found == [whole, rows, 0, rows, whole, rows, whole, whole]
+
+
 # ---------------------------------------------------------------------- refused pushes
 
 W = ParameterSpec("w", (4, 3), is_sparse=True)
@@ -327,6 +343,7 @@ async def test_a_push_of_wrong_rows_is_refused_and_changes_nothing(mode: str) ->
     consistency = Consistency(mode=mode)
     async with bench(1, groups=groups, parameters=[W], initial=False, consistency=consistency) as b:
         await b.call("initial", b.fence(0, 0), encode({"w.block0": torch.zeros(12)}))
+        await b.get(0, 0)
         numbers = {COMPUTED_ON_KEY: "0"} if mode == "async" else {}
         for code, tensors, said in REFUSED:
             refusal = await unchanged(b, code, b.call("push", b.fence(0, 1), encode_rows({}, **tensors)))
