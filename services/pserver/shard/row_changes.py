@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class _Changes:
 
     after: int
     updates: tuple[tuple[int, Tensor], ...] = ()  # positions, and indices of shape (k,), int64
+    num_indices: int = 0  # of all updates
 
 
 class RowChanges:
@@ -54,18 +56,19 @@ class RowChanges:
     def _append(self, name: str, position: int, indices: Tensor) -> _Changes:
         known = self._changes[name]
         after, updates = known.after, (*known.updates, (position, indices))
-        num_indices = sum(len(each) for _, each in updates)
+        num_indices = known.num_indices + len(indices)
         while len(updates) > MAX_UPDATES or num_indices > self._num_rows[name]:
             (after, dropped), *rest = updates
             num_indices, updates = num_indices - len(dropped), tuple(rest)
-        return _Changes(after, updates)
+        return _Changes(after, updates, num_indices)
 
     def find(self, name: str, base: int | None) -> Tensor | None:
         """Return the indices, (k,) int64, of the rows that have changed since a position; None if that is not known."""
         known = self._changes[name]
         if base is None or not known.after <= base <= self.position:
             return None
-        found = [indices for position, indices in known.updates if position > base]
+        newer = takewhile(lambda update: update[0] > base, reversed(known.updates))  # a large table has many others
+        found = [indices for _, indices in newer]
         if len(found) == 1:
             return found[0]
         return torch.unique(torch.cat(found)) if found else torch.empty(0, dtype=torch.int64)
