@@ -10,12 +10,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ps_protocol.encodings import TORCH_DTYPES
 from ps_protocol.errors import GradpostError
 from ps_protocol.frames import DTYPE_BYTES, TRUSTED_LIMITS, encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.requests import SINCE_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.transport.destinations import Deltas, PullProgress
+from trainer_client.transport.destinations import Deltas, PullProgress, RowsDestination
 from trainer_client.transport.frame_sink import FrameSink
 from trainer_client.transport.tensors import writable_bytes
 
@@ -228,3 +229,28 @@ def test_a_wait_ends_with_the_last_block_or_with_the_reply(arrives: bool) -> Non
         else:
             arrivals.end()
         assert waiting.result(timeout=10) == arrives
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_pulled_rows_are_written_where_autograd_sees_them(dtype: str, is_contiguous: bool) -> None:
+    plan = make_plan([ParameterSpec("e", (6, 3), dtype, is_sparse=True)], 2, min_block_size=1)
+    block = plan.blocks[1]  # the rows from 3 on
+    destination = RowsDestination(block, plan)
+    values = torch.arange(6.0).view(2, 3).to(TORCH_DTYPES[dtype])
+    rows = [("e.block1.rows", "I32", (2,)), ("e.block1", dtype, (6,))]
+    sink = FrameSink({}, rows={block.name: destination})
+    for part in (
+        encode_header(rows, METADATA),
+        *map(writable_bytes, (torch.tensor([0, 2], dtype=torch.int32), values)),
+    ):
+        sink.feed(memoryview(part))
+    sink.finish()
+    parameter = torch.nn.Parameter(torch.full((6, 3), -1.0, dtype=TORCH_DTYPES[dtype]))
+    if not is_contiguous:
+        parameter = torch.nn.Parameter(parameter.detach().t().contiguous().t())
+    expected, version = parameter.detach().clone(), parameter._version
+    expected[[3, 5]] = values
+    destination.write_to(parameter)
+    assert torch.equal(parameter, expected)
+    assert parameter._version > version
