@@ -224,6 +224,10 @@ class InstallRun(Message):
         default=0,
         description="number of rounds after which the pserver writes a snapshot if none was named; 0: never",
     )
+    max_log_bytes: Count = Field(
+        default=0,
+        description="bytes of a log with rows of sparse parameters after which it also writes one; 0: any number",
+    )
     keep_checkpoints: Positive = 2
     restore: Round | None = None
     began: ByOrdinal[Round | None] = Field(

@@ -97,6 +97,9 @@ class PserverHeartbeat(Message):
     is_stalled: Flag = Field(
         default=False, description="whether an update takes longer to be logged and stepped than a working disk needs"
     )
+    is_log_long: Flag = Field(
+        default=False, description="whether the log has reached half of `InstallRun.max_log_bytes`"
+    )
     standbys: SeenStandbys | None = None
     # for inspection only
     batch_barriers: Ordinals = Field(

@@ -103,18 +103,19 @@ class Checkpoints:
             self._named, self._num_failures = None, 0
         if self._requested is not None and self._requested <= newest:
             self._requested = None  # it is complete; the request may not be answered yet
+        is_urgent = self._requested is not None or any(member.heartbeat.is_log_long for member in members)
         known = frozenset.intersection(*(member.known_checkpoints for member in members))
         open_ = max((known_round for known_round in known if known_round > newest), default=None)
         is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
-        if is_writing or (open_ is not None and (open_ <= round_ or self._requested is None)):
+        if is_writing or (open_ is not None and (open_ <= round_ or not is_urgent)):
             return
-        if self._requested is None and (run.record.is_over or not run.checkpoint_interval):
+        if not is_urgent and (run.record.is_over or not run.checkpoint_interval):
             return
         if self._named is not None:  # it is not complete yet, or failed
             if self._shell.now() < self._named[1] + RETRY_SECONDS:
                 return
             self._num_failures += open_ is None
-        await self._name(run, members, round_)
+        await self._name(run, members, round_, is_urgent)
 
     def _reset_if_new_attempt(self) -> None:
         if self._cluster.run.record.attempt_id != self._of:
@@ -128,12 +129,12 @@ class Checkpoints:
         is_under_way = run.record.state == "training" or self._cluster.is_saving_result
         return list(registry.members.values()) if is_under_way and registry.is_serving(run.record.attempt_id) else []
 
-    async def _name(self, run: Run, members: list[PserverMember], newest: Round) -> None:
-        """Name a round that no pserver has passed: the newest on request, else the next one that is due."""
+    async def _name(self, run: Run, members: list[PserverMember], newest: Round, is_urgent: bool) -> None:
+        """Name a round that no pserver has passed: the newest if it `is_urgent`, else the next one that is due."""
         ahead, interval, is_over = 0, run.checkpoint_interval, run.record.is_over
         for _ in range(NAMINGS):
             newest += ahead
-            round_ = newest if self._requested is not None else (newest // interval + 1) * interval
+            round_ = newest if is_urgent else (newest // interval + 1) * interval
             wanted = WantCheckpoint(run=run.record.name, round=round_, is_over=is_over)
             late = [newer for newer in await asyncio.gather(*(self._want(m, wanted) for m in members)) if newer]
             self._named = round_, self._shell.now()

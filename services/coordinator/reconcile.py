@@ -340,6 +340,7 @@ def make_installation(cluster: Cluster, index: PserverIndex, number: int, restor
         patience_seconds=settings.patience_seconds,
         durability=settings.log_durability,
         checkpoint_rounds=run.checkpoint_interval,
+        max_log_bytes=settings.limit_log(run.record.plan) if run.record.plan.sparse_groups else 0,
         keep_checkpoints=settings.keep_checkpoints,
         restore=restore,
         began=run.record.began,

@@ -189,14 +189,18 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
     def checkpoint_interval(self, plan: SlicePlan) -> Round:
         """Return the rounds (in asynchronous modes contributions) between checkpoints on every pserver; 0 for none.
 
-        Each round logs every block once, so that a number of rounds keeps the log of the largest shard within
-        `max_log_bytes`. An asynchronous pserver has no log, and continues from its newest checkpoint.
+        Each round logs every dense block once, so that a number of rounds keeps the log of the largest shard within
+        `limit_log`. With sparse parameters, whose rows are not known before, pservers also measure their logs. An
+        asynchronous pserver has no log, and continues from its newest checkpoint.
         """
         if self.log_durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
-        largest = max(sum(map(_count_logged, shard)) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
-        most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
-        return max(1, min(self.checkpoint_rounds or most, most // largest))
+        most = self.limit_log(plan)
+        return max(1, min(self.checkpoint_rounds or most, most // _measure_largest(plan, counts_sparse=False)))
+
+    def limit_log(self, plan: SlicePlan) -> int:
+        """Return the bytes of a pserver's log at which the next checkpoint is due."""
+        return self.max_log_bytes or max(LOG_SHARDS * _measure_largest(plan, counts_sparse=True), MIN_LOG_BYTES)
 
     @property
     def wanted_pservers(self) -> int:
@@ -240,6 +244,15 @@ class CoordinatorSettings(ServiceSettings, frozen=True):
         if useless:
             raise ValueError(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
         return self
+
+
+def _measure_largest(plan: SlicePlan, *, counts_sparse: bool) -> int:
+    """Return the bytes that a round takes in the log of the largest shard, if it changes all rows, or none."""
+    shards = (
+        [block for block in shard if counts_sparse or not plan.parameter[block.parameter].is_sparse]
+        for shard in plan.shards
+    )
+    return max(sum(map(_count_logged, shard)) for shard in shards) * MASTER_BYTES + RECORD_BYTES
 
 
 def _count_logged(block: Block) -> int:

@@ -81,6 +81,7 @@ def _describe_run(run: Run) -> dict[str, Any]:
         "failure": run.failure.to_problem() if isinstance(run.failure, Ended) else None,
         "published": run.writer.published,
         "coming_checkpoints": run.writer.find_pending(run.round),
+        "is_log_long": run.storage.has_long_log(0.5),
         "is_stalled": asyncio.get_running_loop().time() > run.stalls_at,
         "standbys": run.standbys.describe() if run.standbys else None,
         "num_blocks": len(run.plan.shards[run.index]),

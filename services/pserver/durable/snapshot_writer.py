@@ -1,7 +1,8 @@
 """The choice of the rounds after which one pserver writes a snapshot of its shard; writes run beside serving.
 
 The coordinator names the rounds after which all pservers write a snapshot and publish it, as a checkpoint of the model.
-A pserver for which no round was named during an interval also writes a snapshot, to keep its log short (ADR 22).
+A pserver for which no round was named during an interval, or until its log reached its limit in bytes, also writes a
+snapshot, to keep its log short (ADR 22).
 
 due ──copy, compute thread──► file in the pserver's folder, one at a time ──if named──► shared storage
 """
@@ -118,7 +119,8 @@ class SnapshotWriter:
         if round_ == self._named:
             self.begin_named(round_)
             return True
-        return bool(self._interval) and round_ >= self._newest + self._interval and not self._writes
+        is_due = round_ >= self._newest + self._interval or self._storage.has_long_log()
+        return bool(self._interval) and is_due and not self._writes
 
     def begin_named(self, round_: Round) -> None:
         """Count the snapshot after this round, which is to be published, as under way."""

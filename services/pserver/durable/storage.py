@@ -106,6 +106,10 @@ class RunStorage:
         """True if updates are logged."""
         return self._install.durability != "none"
 
+    def has_long_log(self, share: float = 1.0) -> bool:
+        """Return whether the log has reached this share of its limit in bytes, if it has one."""
+        return 0 < share * self._install.max_log_bytes <= self.log.num_bytes
+
     def describe_held(self, restored: Restored, *, has_rebooted: bool = False) -> HeldRun:
         """Return the description of a restored run for the coordinator."""
         history = restored.history

@@ -14,8 +14,11 @@ import pytest
 from ps_protocol.errors import StaleRound, TryAgain
 from ps_protocol.membership import WantCheckpoint
 from ps_protocol.messages import PserverHeartbeatReply
+from ps_protocol.plan import make_plan
 from ps_protocol.routes import WANT_CHECKPOINT
-from services.coordinator.checkpoints import Checkpoints
+from ps_protocol.vocabulary import ParameterSpec
+from services.coordinator.checkpoints import RETRY_SECONDS, Checkpoints
+from services.coordinator.reconcile import make_installation
 from services.coordinator.shell import Shell
 from services.coordinator.state.cluster import Cluster
 from services.coordinator.state.record import Decision
@@ -29,7 +32,7 @@ from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from .coordinating import FakePservers, answering
-from .support import beat, change_record, list_checkpoints, make_cluster, shard_file, train
+from .support import beat, change_record, defaults, list_checkpoints, make_cluster, shard_file, train
 
 
 class Writers(FakePservers):
@@ -125,6 +128,30 @@ async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete(
         list_checkpoints(cluster, [5, 0])
         await schedule.advance()
         assert writers.named == [5, 15]
+
+
+async def test_the_newest_round_is_requested_when_a_log_with_rows_is_long():
+    async with scheduling([7, 7], checkpoint_rounds=20) as (cluster, writers, schedule):
+        await schedule.advance()
+        assert writers.named == [20]
+        heartbeat = cluster.registry.members[1].heartbeat.model_copy(update={"is_log_long": True})
+        cluster.registry = cluster.registry.heartbeat(1, heartbeat, 1.0)
+        schedule._shell.now = lambda: 1.0 + RETRY_SECONDS  # type: ignore[method-assign]
+        await schedule.advance()
+        assert writers.named == [20, 7]
+
+
+def test_rows_that_are_not_known_before_shorten_no_interval():
+    """A round of the dense block of 6,400 elements logs 26,624 bytes. The limit is four times the shard's size."""
+    specs = [ParameterSpec("e", (1000, 64), is_sparse=True), ParameterSpec("w", (6400,))]
+    plan, settings = make_plan(specs, 1), defaults(2, durability="log")
+    assert settings.limit_log(plan) == 4 * (4 * 70_400 + 1024)
+    assert settings.checkpoint_interval(plan) == settings.limit_log(plan) // 26_624 == 42
+    cluster = make_cluster(durability="log")
+    train(cluster)
+    assert make_installation(cluster, 0, 1, None).max_log_bytes == 0  # its rounds are all alike
+    change_record(cluster, plan=plan)
+    assert make_installation(cluster, 0, 1, None).max_log_bytes == settings.limit_log(plan)
 
 
 async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one():

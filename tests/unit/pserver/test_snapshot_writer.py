@@ -131,6 +131,21 @@ async def test_without_named_rounds_and_beside_a_storage_that_hangs_the_log_stay
         assert (b.run.round, b.run.shard.digest()) == (30, digest)
 
 
+async def test_a_log_that_reaches_its_limit_in_bytes_is_reported_and_shortened(tmp_path: Path):
+    async with bench(state_dir=tmp_path, **LOGGED, max_log_bytes=16_000) as b:
+        sizes = []
+        for round_ in range(1, 41):
+            await b.play_round(round_)
+            await b.run.writer.wait_for_writes()
+            sizes.append(b.run.storage.log.num_bytes)
+            assert make_heartbeat(b.pserver).is_log_long == (sizes[-1] >= 8000)
+        assert 8000 < max(sizes) < 16_000
+        assert len(b.run.storage.rounds) > 1
+    async with bench(state_dir=tmp_path, **LOGGED) as b:
+        await b.play_round(41)
+        assert not make_heartbeat(b.pserver).is_log_long  # without a limit
+
+
 async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         await b.play_rounds(1, 3)
