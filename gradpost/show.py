@@ -181,7 +181,10 @@ def _print_statistics(found: dict[str, Any]) -> None:
     state = ", frozen" if found["is_frozen"] else ""
     print_line(f"{found['name']}  {shape}  round {found['version']:,} of run {found['run']}{state}")
     print_line()
-    print_rows([{"statistic": name, "value": "none" if found[name] is None else found[name]} for name in _STATISTICS])
+    rows = [{"statistic": name, "value": "none" if found[name] is None else found[name]} for name in _STATISTICS]
+    if found["num_touched"] is not None:
+        rows.append({"statistic": "num_touched", "value": found["num_touched"]})
+    print_rows(rows)
     print_rows(draw_histogram(found["histogram"]))
 
 

@@ -167,8 +167,15 @@ async def describe_blocks(run: Run, names: Sequence[str], thread: ComputeExecuto
 
 
 async def _describe_block(run: Run, name: str, thread: ComputeExecutor) -> Statistics:
-    version, values = await run.read_now(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
-    return await thread.run(describe_values, values, version)
+    version, values, num_touched = await run.read_now(
+        lambda metadata: (
+            int(metadata["round"]),
+            run.shard.block(name).clone(),
+            run.shard.changes.num_touched.get(name),
+        )
+    )
+    found = await thread.run(describe_values, values, version)
+    return found.model_copy(update={"num_touched": num_touched})
 
 
 def _check(run: Run, names: Sequence[str]) -> None:

@@ -84,6 +84,9 @@ class PserverMetrics:
         )
         self.pooled_bytes = gauge("gradpost_pooled_bytes", "Buffers that are idle until the next round.")
         self.updates = counter("gradpost_updates_applied", "Updates of single blocks, in the asynchronous modes.")
+        self.touched_rows = counter(
+            "gradpost_touched_rows", "Rows of sparse parameters in the updates that were applied."
+        )
         self.staleness = StalenessMeter(
             Histogram(
                 "gradpost_staleness",

@@ -29,6 +29,7 @@ class Statistics(Message):
     total: float = 0.0
     squares: float = 0.0
     counts: dict[int, int] = Field(default={})
+    num_touched: int | None = None  # rows in the newest update of each block; None for dense parameters
 
     def merge(self, other: Statistics) -> Statistics:
         """Return the statistics of the elements of both; `version` is the older one."""
@@ -43,6 +44,7 @@ class Statistics(Message):
             total=self.total + other.total,
             squares=self.squares + other.squares,
             counts=Counter(self.counts) + Counter(other.counts),
+            num_touched=None if self.num_touched is None else self.num_touched + (other.num_touched or 0),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -60,6 +62,7 @@ class Statistics(Message):
             "num_nan": self.num_nan,
             "num_infinite": self.num_infinite,
             "num_zero": self.num_zero,
+            "num_touched": self.num_touched,
             "histogram": tuple(sorted((*_find_ends(bits), count) for bits, count in self.counts.items())),
         }
 
@@ -78,8 +81,9 @@ class ParameterStatistics(Message):
     """Statistics of one parameter in the HTTP API; all but the counts of NaN and infinities are of finite elements.
 
     `version` is the smallest round (in asynchronous modes number of contributions) of a pserver; `norm` the square root
-    of the sum of squares; `deviation` the standard deviation of the whole population. An administrator has frozen a
-    parameter with `is_frozen`. `histogram` has `(begin, end, count)` for each bin with elements, in order. The ends of
+    of the sum of squares; `deviation` the standard deviation of the whole population; `num_touched` the number of rows
+    in the newest update of each block, null for a dense parameter. An administrator has frozen a parameter with
+    `is_frozen`. `histogram` has `(begin, end, count)` for each bin with elements, in order. The ends of
     a bin are neighbouring powers of two, or both are 0 for the elements below `2**-126`.
     """
 
@@ -96,5 +100,6 @@ class ParameterStatistics(Message):
     num_nan: int
     num_infinite: int
     num_zero: int
+    num_touched: int | None
     is_frozen: bool
     histogram: tuple[tuple[float, float, int], ...]

@@ -85,6 +85,29 @@ def test_a_run_is_counted_by_each_role(cluster: LocalCluster) -> None:
             assert re.search(f"^{re.escape(name)} {value}", pages[role], re.MULTILINE), (sample, pages[role])
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_touched_rows_are_counted_and_shown(mode: str) -> None:
+    with LocalCluster(pservers=2, trainers=1, mode=mode) as cluster, Session(coordinator=cluster.address) as session:
+        model = torch.nn.Sequential(torch.nn.Embedding(4096, 4, sparse=True), torch.nn.Linear(4, 1))
+        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)
+        for rows in ([5, 3000], [8, 7, 4000, 7]):
+            optimizer.zero_grad()
+            model(torch.tensor(rows)).sum().backward()
+            optimizer.step()
+        targets = [group["targets"][0] for group in read_json(f"{cluster.address}/v1/targets")]
+        pages = [read_bytes(f"http://{target}/metrics").decode() for target in targets]
+        printed = run_gradpost("params", "0.weight", "--coordinator", cluster.address)
+        dense = read_json(f"{cluster.address}/v1/statistics/1.weight")
+    counted = [re.search(r"^gradpost_touched_rows_total (\S+)", page, re.MULTILINE) for page in pages]
+    assert sorted(float(found[1]) for found in counted if found) == [
+        2,
+        3,
+    ]  # of the blocks with rows 2048 to 4095, 0 to 2047
+    assert re.search(r"^num_touched +3$", printed, re.MULTILINE), printed
+    assert dense["num_touched"] is None
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)")
 @pytest.mark.parametrize("with_tokens", [False, True])
 def test_the_configuration_of_prometheus_is_valid(with_tokens: bool, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ class UpdateJobs:
         first = group[0]
         rates = divide_rates(first.hyper_parameters, divisor)
         shard.apply_blocks(gradients, rates, rows, counter=first.committed.rank)
+        self._run.metrics.touched_rows.inc(shard.changes.num_newest)
 
 
 def divide_rates(hyper_parameters: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:

@@ -270,6 +270,7 @@ class SyncRun(Run):
             self.storage.log.append(update, [*data, *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")
         changed = shard.apply(gradient, present, hyper_parameters, loaded)
+        self.metrics.touched_rows.inc(shard.changes.num_newest)
         self._changed.update(dict.fromkeys(changed, apply.round))
         reach_failpoint("apply.after")
         self.stepped_history = history

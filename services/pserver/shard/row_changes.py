@@ -38,6 +38,7 @@ class RowChanges:
         self._num_rows = {place.name: place.block.num_elements // place.width for place in layout.sparse}
         self._changes = dict.fromkeys(self._num_rows, _Changes(position))
         self.num_touched = dict.fromkeys(self._num_rows, 0)  # rows in the newest update of each block
+        self.num_newest = 0  # rows in the newest update, of all blocks
 
     def __repr__(self) -> str:
         return f"<RowChanges [{len(self._num_rows)} blocks | position {self.position}]>"
@@ -45,6 +46,7 @@ class RowChanges:
     def advance(self, rows: Mapping[str, Rows], whole: Iterable[str] = ()) -> None:
         """Note an update that has changed these rows, and `whole` blocks. Their values have been written."""
         position = self.position + 1
+        self.num_newest = sum(len(its.indices) for its in rows.values())
         for name, its in rows.items():
             self.num_touched[name] = len(its.indices)
             if len(its.indices):

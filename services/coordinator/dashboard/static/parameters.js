@@ -90,6 +90,7 @@ const ROWS = [
   ["num_infinite", "Infinite", format.count],
   ["num_zero", "Zero", format.count],
 ];
+const ROWS_OF_SPARSE = [...ROWS, ["num_touched", "Touched rows", format.count]];
 
 function showStatistics(answer) {
   const more = `${format.count(answer.num_elements)} elements, version ${format.count(answer.version)}`;
@@ -99,7 +100,7 @@ function showStatistics(answer) {
     explain(title);
     return make("div", {}, title, make("dd"));
   };
-  keep(byId("statistics"), ROWS, ([key]) => key, create, (row, [key, title, text]) => {
+  keep(byId("statistics"), answer.num_touched === null ? ROWS : ROWS_OF_SPARSE, ([key]) => key, create, (row, [key, title, text]) => {
     show(row.firstChild, title);
     show(row.lastChild, text(answer[key]), answer[key]);
     flag(row, "data-bad", (key === "num_nan" || key === "num_infinite") && answer[key] > 0);

@@ -35,6 +35,7 @@ const TERMS = {
   waiting_share: "The share of time that the script spends in step(): sending, waiting for others and receiving. The slowest trainer has the smallest.",
   norm: "The Euclidean norm of all values of the parameter.",
   deviation: "The standard deviation of the values of the parameter.",
+  num_touched: "The rows of the parameter for which the newest update had a gradient.",
 };
 
 let shownFor = null;
