@@ -62,13 +62,17 @@ class Flattening:
         if name in self._sparse:
             if not gradient.is_sparse or gradient.sparse_dim() != 1:
                 raise BadModel(
-                    f"the gradient of {name!r} must be a sparse COO tensor of rows, as its Embedding or SparseAdam has "
-                    "announced. Create the Embedding with sparse=False, and use Adam"
+                    f"the gradient of {name!r} is not a sparse COO tensor of rows, which SparseAdam and Embedding "
+                    "with sparse=True need. Use Adam for a dense parameter, and sparse=False for an Embedding whose "
+                    "weight has other uses"
                 )
             return gradient.coalesce().cpu()
         if gradient.is_sparse:
             if name not in self._memory:
-                self._warn(f"the sparse gradient of {name!r} travels as a whole one. Pass RemoteOptimizer the model")
+                self._warn(
+                    f"the sparse gradient of {name!r} is pushed as a dense one, because RemoteOptimizer has no model "
+                    "that shows it. Pass it model=model to push rows only"
+                )
             gradient = self._memory[name] = gradient.to_dense()
         if gradient.is_contiguous():
             return gradient if gradient.dim() == 1 else gradient.view(-1)

@@ -181,8 +181,8 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
     parameters = [ParameterSpec(*fields, is_sparse=fields[0] in sparse) for fields in model.parameters]
     if sparse and (settings.consistency.is_ring or model.local_steps or settings.consistency.compensation == "dc"):
         raise BadModel(
-            "strategy ring, local_steps and compensation dc need the whole gradient of each parameter. Create the "
-            f"Embedding of {model.sparse[0]!r} with sparse=False, or leave them out"
+            "strategy ring, local_steps and compensation dc do not support sparse gradients, such as that of "
+            f"{model.sparse[0]!r:.200}. Train without them, or create the Embedding with sparse=False"
         )
     if settings.consistency.is_ring:
         if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:

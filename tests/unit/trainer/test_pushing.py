@@ -61,9 +61,10 @@ def test_only_gradients_of_sparse_parameters_stay_sparse_and_must_be() -> None:
     assert (kept.indices().tolist(), kept.values().tolist()) == ([[0, 2]], [[3.0, 4.0], [6.0, 8.0]])
     for _ in range(2):
         assert flattening.flat("unknown", twice).tolist() == [3.0, 4.0, 0.0, 0.0, 6.0, 8.0]
-    assert warnings == ["the sparse gradient of 'unknown' travels as a whole one. Pass RemoteOptimizer the model"]
+    [warning] = warnings
+    assert "'unknown' is pushed as a dense one" in warning
     for other in (torch.ones(3, 2), torch.ones(3, 2).to_sparse()):  # neither names rows
-        with pytest.raises(BadModel, match=r"'table' must be a sparse COO tensor of rows, .* with sparse=False"):
+        with pytest.raises(BadModel, match=r"'table' is not a sparse COO tensor of rows, .* and sparse=False"):
             flattening.flat("table", other)
 
 
