@@ -31,7 +31,7 @@ from .markdown import codes, examples, read, section, tables
 from .stage import run_shell
 
 OVERVIEW, MODES = read("overview.md"), read("modes.md")
-DILOCO, SCHEDULE, SCALER = (block.text for block in examples(MODES, "python"))
+DILOCO, SCHEDULE, EMBEDDINGS, SCALER = (block.text for block in examples(MODES, "python"))
 ON_HOST, PLAN = (block.text for block in examples(MODES, "sh"))
 examples(MODES, "console")  # test_pages.py checks torchrun's options
 
@@ -99,6 +99,19 @@ def test_local_steps_with_an_outer_optimizer_and_a_schedule() -> None:
             exec(SCHEDULE, names)
     assert optimizer.round == 1
     assert names["schedule"].get_last_lr() == [pytest.approx(1e-3 * 0.9**50)]
+
+
+def test_an_embedding_and_a_dense_part_have_their_own_optimizers() -> None:
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(9, 2, sparse=True), "dense": torch.nn.Linear(2, 1)})
+    before = model.embedding.weight.detach().clone()
+    names: dict[str, Any] = {"torch": torch, "gradpost": gradpost, "model": model}
+    with gradpost.connect(strategy="local"):
+        exec(EMBEDDINGS, names)
+        model.dense(model.embedding(torch.tensor([3, 7]))).sum().backward()
+        names["table"].step()
+        names["dense"].step()
+    changed = (model.embedding.weight != before).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [3, 7]
 
 
 @pytest.mark.amp

@@ -269,9 +269,8 @@ class SyncRun(Run):
             )  # fmt: skip
             self.storage.log.append(update, [*data, *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")
-        changed = shard.apply(gradient, present, hyper_parameters, loaded)
+        self._changed.update(dict.fromkeys(shard.apply(gradient, present, hyper_parameters, loaded), apply.round))
         self.metrics.touched_rows.inc(shard.changes.num_newest)
-        self._changed.update(dict.fromkeys(changed, apply.round))
         reach_failpoint("apply.after")
         self.stepped_history = history
         return self._encode(history)
