@@ -178,7 +178,7 @@ class RowsDestination:
         if indices is None:
             rows.copy_(values)
         elif has_wire_layout(parameter):  # whole rows are moved, which takes half of the time of single elements
-            _view_rows(rows)[self._indices.numpy()] = _view_rows(values)
+            _view_rows(rows)[indices.numpy()] = _view_rows(values)
             torch.autograd.graph.increment_version(rows)
         else:
             rows.index_copy_(0, indices.to(parameter.device).long(), values)

@@ -273,7 +273,7 @@ def test_declarations_without_effect_in_a_ring_are_refused(changes: dict[str, An
 def test_sparse_parameters_are_refused_where_whole_gradients_are_needed(
     settings: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(BadModel, match=r"need the whole gradient .* Embedding of 'w' with sparse=False"):
+    with pytest.raises(BadModel, match=r"do not support sparse gradients, such as that of 'w'.* sparse=False"):
         plan_model(model(sparse=("w",), **changes), CoordinatorSettings(**settings), 2)
     plan_model(model(**changes), CoordinatorSettings(**settings), 2)
 
