@@ -130,7 +130,8 @@ def gradients_of(optimizer: Optimizer, loss: Callable[[], Tensor]) -> list[Tenso
     """Compute one trainer's gradients, in the order of the parameters of the groups."""
     optimizer.zero_grad()
     loss().backward()
-    return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    found = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return [each.coalesce() if each is not None and each.is_sparse else each for each in found]
 
 
 def set_average(optimizer: Optimizer, losses: Iterable[Callable[[], Tensor]]) -> None:
