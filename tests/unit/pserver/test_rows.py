@@ -96,7 +96,7 @@ def make_sparse(ids: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def average_rows(contributions: Sequence[Gradients]) -> dict[str, Tensor]:
-    """Return the promised mean, computed in numpy: of each row, or of a dense gradient as of its only row."""
+    """Return half of the promised mean, computed in numpy: of each row, or of a dense gradient as of its only row."""
     means: dict[str, Tensor] = {}
     for name in {name for gradients in contributions for name in gradients}:
         total: dict[int, np.ndarray] = {}
@@ -106,7 +106,7 @@ def average_rows(contributions: Sequence[Gradients]) -> dict[str, Tensor]:
             for index, row in zip(rows.indices()[0].tolist(), rows.values().numpy(), strict=True):
                 total[index] = total[index] + row if index in total else row
         ids, shape = sorted(total), found[0].shape
-        mean = torch.from_numpy(np.array([total[i] * np.float32(1 / len(contributions)) for i in ids], np.float32))
+        mean = torch.from_numpy(np.array([total[i] * np.float32(0.5 / len(contributions)) for i in ids], np.float32))
         if found[0].is_sparse:
             values = mean.view(len(ids), *shape[1:])
             means[name] = make_sparse(torch.tensor(ids, dtype=torch.int64), values, shape).coalesce()
@@ -126,16 +126,18 @@ def read(data: bytes, shards: Shards, index: int) -> dict[str, StagedBlock]:
 
 
 class RowShards(Shards):
-    """Shards that trainers push frames to. Copies of them are stepped from what the log would have."""
+    """Shards that trainers push frames to, and half the gradient is applied. Copies are stepped from a log."""
 
     def __init__(self, plan: SlicePlan, initial: Mapping[str, Tensor]) -> None:
         super().__init__(plan, initial)
         self.replayed = Shards(plan, initial)
+        self.squares: list[float] = []  # of the newest gradient, by shard, before it was halved
         self._buckets = make_buckets(plan, bucket_bytes=1 << 20, feedback=ErrorFeedback())
         self._flattening = Flattening({spec.name for spec in plan.parameters if spec.is_sparse})
 
     def step(self, contributions: Sequence[Gradients], groups: Sequence[Options]) -> None:
         numbers = make_numbers(self.plan.optimizer, groups)
+        self.squares.clear()
         pushed: list[list[dict[str, StagedBlock]]] = [[] for _ in self.shards]
         for gradients in contributions:
             flat = {name: self._flattening.flat(name, gradient) for name, gradient in gradients.items()}
@@ -144,6 +146,8 @@ class RowShards(Shards):
                 pushed[index].append(read(b"".join(bucket.frame()), self, index))
         for shard, copy, blocks in zip(self.shards, self.replayed.shards, pushed, strict=True):
             gradient, present = shard.aggregator.aggregate(*split_blocks(blocks))
+            self.squares.append(shard.aggregator.sum_of_squares(present))
+            shard.aggregator.scale(0.5)
             logged = None if len(present) == len(shard.layout.places) else present
             data, num_rows = shard.aggregator.encode(logged)
             shard.apply(gradient, present, numbers)
@@ -200,7 +204,11 @@ def test_rows_have_the_bits_of_torch(case: str, num_pservers: int, min_block_siz
         contributions = [draw_gradients(step, rank, parameters) for rank in range(3)]
         groups = make_case(case, step % 30)[1]
         shards.step(contributions, groups)
-        oracle.step(average_rows(contributions), groups)
+        means = average_rows(contributions)
+        oracle.step(means, groups)
+        assert sum(shards.squares) == pytest.approx(
+            4 * sum(float(mean.double().pow(2).sum()) for mean in means.values())
+        )
         if step % 7 == 0 or step == num_steps - 1:
             assert_equal(shards, oracle, f"after step {step}")
 
