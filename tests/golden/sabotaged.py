@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ps_protocol.encodings import Part
+from ps_protocol.encodings import Part, Rows
 from services.pserver.shard.aggregation import Aggregator
 from trainer_client.client.error_feedback import Remainder
 
@@ -35,9 +35,12 @@ def swap_ranks() -> None:
     """Add contributions in the reverse order."""
 
     def aggregate(
-        self: Aggregator, contributions: Sequence[Mapping[str, Part]], **options: bool
+        self: Aggregator,
+        contributions: Sequence[Mapping[str, Part]],
+        rows: Sequence[Mapping[str, Rows]],
+        **options: bool,
     ) -> tuple[Tensor, tuple[str, ...]]:
-        return _aggregate(self, contributions[::-1], **options)
+        return _aggregate(self, contributions[::-1], rows[::-1], **options)
 
     Aggregator.aggregate = aggregate  # type: ignore[method-assign]
 
