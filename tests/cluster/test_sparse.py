@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -19,7 +20,10 @@ from trainer_client.engines.script_optimizers import CombinedOptimizer
 from trainer_client.testing import LocalCluster
 
 from .conftest import StartCluster
-from .training import SMALL, assert_identical, run_all, seeded, set_average, values
+from .faulty_run import FaultyRun
+from .trainer_processes import NUM_HOSTS, PROCESSES, WORLD, free_port, torchrun
+from .training import SMALL, assert_identical, average, gradients_of, run_all, seeded, set_average, values
+from .training_script import digest_of, loss_of_tables, make_tables
 
 pytestmark = [
     pytest.mark.cluster,
@@ -161,3 +165,43 @@ def test_a_script_without_a_cluster_has_the_bits_of_torch(kind: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
     assert_identical(values(model), train_locally(kind, 1, fused=False))
+
+
+@pytest.mark.extended
+def test_a_killed_pserver_and_the_standby_in_place_of_another_change_no_bit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kind": "tables", "min_block_size": 100}
+    with FaultyRun(50, round_seconds=0, **settings) as run:
+        expected = run.results()
+    with FaultyRun(50, round_seconds=0.1, **settings) as run:
+        run.wait_for_round(10)
+        run.restart_pserver(1)
+        assert run.results() == expected
+    replicated = {"num_standbys": 1, "durability": "replicated", "state_dir": tmp_path}
+    with FaultyRun(50, round_seconds=0.1, **replicated, **settings) as run:
+        run.wait_for_sync()
+        run.wait_for_round(run.round_of(0) + 3)
+        run.kill(run.cluster.pservers[0])
+        assert run.results() == expected
+
+
+@pytest.mark.extended
+@pytest.mark.hosts
+def test_the_processes_of_hosts_have_the_bits_of_one_process() -> None:
+    model, port = make_tables(), free_port()
+    optimizer = CombinedOptimizer({
+        "sparse": torch.optim.Adagrad(model[0].parameters(), lr=0.1),
+        "dense": torch.optim.Adagrad(model[1].parameters(), lr=0.1, fused=True),
+    })  # fmt: skip
+    for step in range(STEPS):
+        ranks = [range(host * PROCESSES, (host + 1) * PROCESSES) for host in range(NUM_HOSTS)]
+        losses = [[partial(loss_of_tables, model, rank, step) for rank in its] for its in ranks]
+        means = average([average([gradients_of(optimizer, loss) for loss in its]) for its in losses])
+        for parameter, mean in zip(model.parameters(), means, strict=True):
+            parameter.grad = mean
+        optimizer.step()
+    run = FaultyRun(STEPS, kind="tables", min_block_size=100)
+    run.prefix = {host: torchrun(host, port) for host in range(NUM_HOSTS)}
+    with run:
+        run.results(90)
+        found = [line.split("result ")[1] for line in run.lines if "] result " in line]
+    assert found == [f"{digest_of(model)} {STEPS}"] * WORLD

@@ -123,7 +123,7 @@ def average(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]
     for parts in zip(*gradients, strict=True):
         present = [part for part in parts if part is not None]
         means.append(sum(present[1:], present[0]) * (1 / len(gradients)) if present else None)
-    return means
+    return [mean.coalesce() if mean is not None and mean.is_sparse else mean for mean in means]
 
 
 def gradients_of(optimizer: Optimizer, loss: Callable[[], Tensor]) -> list[Tensor | None]:

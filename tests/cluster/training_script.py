@@ -38,6 +38,16 @@ def loss_of(model: nn.Module, rank: int, round_: int) -> Tensor:
     return model(torch.randn(8, 20, generator=generator)).pow(2).mean()
 
 
+def make_tables() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(500, 8, mode="sum", sparse=True), nn.Linear(8, 3))
+
+
+def loss_of_tables(model: nn.Module, rank: int, begun: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * begun + rank)
+    return model(torch.randint(500, (8, 3), generator=generator)).pow(2).mean()
+
+
 def digest_of(model: nn.Module) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
 
@@ -101,7 +111,22 @@ class Counting(Regression):
         return ",".join("/".join(f"{value:.0f}" for value in sorted(row)) for row in rows)
 
 
-KINDS = {"regression": Regression, "decaying": Decaying, "counting": Counting}
+class Tables(Regression):
+    """Adagrad on a sparse table and a layer behind it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.model = make_tables()
+        wrapped = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
+        self.optimizer = RemoteOptimizer(wrapped, model=self.model, session=session)
+
+    def take_step(self, *, has_nan: bool) -> None:
+        self.optimizer.zero_grad()
+        loss_of_tables(self.model, self.session.rank, self.begun).backward()
+        self.optimizer.step()
+
+
+KINDS = {"regression": Regression, "decaying": Decaying, "counting": Counting, "tables": Tables}
 
 
 def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) -> None:
