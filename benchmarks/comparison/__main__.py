@@ -4,6 +4,7 @@
     python -m benchmarks.comparison --links 1gbit --trainers 4 --pservers 4
 
 With `--links`, each process has a network namespace with a link of this rate; this needs Linux, root, `ip` and `tc`.
+The case embeddings_growth is also drawn if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ its seconds do not.
 
 The peers have all gradients in flat memory: gloo in one bucket, raw sockets in one array for each server, rpc in pieces
 of 4 MB, since it takes up to twice as long with larger ones, and longer with many small tensors. Gradpost and
-`gloo_ddp` have a gradient for each parameter, as a training script does."""
+`gloo_ddp` have a gradient for each parameter, as a training script does.
+
+Models with embeddings take real steps with the same precomputed ids in all systems. "MB of rows and ids" is what a
+pserver has to carry in float32: each trainer pushes the rows of its batch, and pulls those of all batches, with 4 bytes
+for each id. DDP gathers the rows of each trainer at all others instead, which are fewer bytes with two trainers. CPU
+figures a GB, and ratios of cases with other numbers of rows, are for these bytes. Checkpoints are as often as by
+default: none with durability `none`; with `log` when a log has four times the size of its shard."""
 LINKS_TEXT = """
 
 Each server and trainer has a machine of its own, the coordinator that of the first server: network namespaces on one

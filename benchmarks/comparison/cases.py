@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .work import Work
+from .work import NUM_BATCHES, WIDTH, Work
 
 MILLION = 1_000_000
 
@@ -35,6 +35,7 @@ RESNET50 = (*count_resnet50(),)
 
 RAW, RPC_TCP, RPC, GLOO, RAY = "raw_sockets", "torch_rpc_tcp", "torch_rpc", "gloo", "ray"
 DDP = "gloo_ddp"  # overlaps with the backward pass
+GROWTH = "embeddings_growth"  # the case that is also drawn
 BARE = "bare_exchange"  # our HTTP/2 with nothing above it
 ALL = (RAW, RPC_TCP, RPC, GLOO, RAY)
 # With the malloc settings of our services: freed memory is kept, which avoids page faults.
@@ -84,6 +85,9 @@ class Case:
 BFLOAT16 = {"push_type": "bfloat16", "pull_type": "bfloat16"}
 
 
+ROWS = {"50k": MILLION // 20, "500k": MILLION // 2, "5m": 5 * MILLION}  # of an embedding table
+
+
 def _scaled(num_trainers: int, num_servers: int) -> Variant:
     return Variant(Work((5 * MILLION // 2,), num_trainers=num_trainers, num_servers=num_servers))
 
@@ -94,6 +98,11 @@ def _computing(elements: tuple[int, ...]) -> Variant:
 
 def _asynchronous(num_trainers: int) -> Variant:
     return Variant(Work((25 * MILLION,), num_trainers=num_trainers, is_exact=False), {"mode": "async"})
+
+
+def _embeddings(num_rows: int, **settings: Any) -> Variant:
+    work = Work((num_rows * WIDTH,) * 2, is_exact=False, batch=4096, num_warm_up=NUM_BATCHES)
+    return Variant(work, {"max_body_bytes": 1 << 30, **settings})
 
 
 LAYERS_100MB, LAYERS_RESNET50 = _computing((MILLION,) * 25), _computing(RESNET50)
@@ -187,5 +196,20 @@ CASES = (
         "overlap_resnet50", f"the {len(RESNET50)} tensors of ResNet-50, SGD, the same passes",
         LAYERS_RESNET50, num_rounds=2, peers=(RPC_TCP_KEEPING, GLOO, DDP),
         variants={"overlap_and_pulls": replace(LAYERS_RESNET50, trainer_settings=OVERLAP)},
+    ),
+    Case(
+        "embeddings", "two towers with tables of 500,000 rows of 32, 4,096 Zipf ids of each in a batch, SGD",
+        _embeddings(500_000), num_rounds=2 * NUM_BATCHES, peers=(DDP,),
+        variants={
+            "log": _embeddings(500_000, durability="log"), "bfloat16": _embeddings(500_000, **BFLOAT16),
+        },
+    ),
+    Case(
+        GROWTH, "the same with tables of 500,000 rows, beside other numbers of rows",
+        _embeddings(500_000), num_rounds=2 * NUM_BATCHES,
+        variants={
+            "50k": _embeddings(50_000), "5m": _embeddings(5 * MILLION),
+            **{f"{name}_log": _embeddings(num_rows, durability="log") for name, num_rows in ROWS.items()},
+        },
     ),
 )  # fmt: skip

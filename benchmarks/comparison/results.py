@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from ..report import HERE, PACKAGES, make_head
-from .cases import GLOO, RAW, RAY, RPC_KEEPING, RPC_TCP, RPC_TCP_KEEPING, Case
+from .cases import DDP, GLOO, GROWTH, RAW, RAY, RPC_KEEPING, RPC_TCP, RPC_TCP_KEEPING, Case
 from .contestant import SERVER, TRAINER, Repetition
 from .systems import OURS
-from .work import Work
+from .work import WIDTH, Work
 
 RESULTS = HERE / "results"
 GIGABYTE, MEGABYTE = 1e9, 1e6
@@ -105,6 +106,14 @@ class CaseResult:
         """Return the cores of the real machine that were busy."""
         return statistics.median(done.busy_cores for done in self.figures[name])
 
+    def cpu_milliseconds(self, name: str, *roles: str) -> float:
+        """Return the CPU-milliseconds of these roles in a round."""
+        return 1000 * statistics.median(done.count_cpu_seconds(*roles) for done in self.figures[name])
+
+    def wire_bytes(self, name: str) -> float:
+        """Return the bytes that all machines send in a round."""
+        return statistics.median(done.wire_bytes for done in self.figures[name])
+
     def contributions_per_second(self, name: str) -> float:
         """Return the contributions of all trainers together."""
         return statistics.median(done.contributions_per_second for done in self.figures[name])
@@ -125,7 +134,9 @@ class CaseResult:
             "busy_cores": self.busy_cores(name),
             "contributions_per_s": self.contributions_per_second(name),
             "bytes_per_s": self.bytes_per_second(name),
-            "wire_bytes": statistics.median(one.wire_bytes for one in done),
+            "wire_bytes": self.wire_bytes(name),
+            "moved_bytes": self.works[name].moved_bytes,
+            "cpu_ms": {role: self.cpu_milliseconds(name, role) for role in ROLES},
             "peak_bytes": {role: list(peaks) for role, peaks in self.peak_bytes[name].items()},
             "server_peak_above_idle_bytes": self.above_idle_bytes[name],
         }
@@ -157,11 +168,15 @@ class CaseResult:
 
     def _cells(self, name: str) -> dict[str, str]:
         seconds, computed = self.seconds(name), self.works[name].compute_seconds
-        wire = statistics.median(done.wire_bytes for done in self.figures[name]) / MEGABYTE
         peaks = self.peak_bytes[name]
         cells = {"seconds a round": str(seconds)}
         if computed:
             cells["without computation"] = f"{seconds.median - computed:.3g}"
+        if self.works[name].batch:
+            cells["rows of a table"] = f"{self.works[name].elements[0] // WIDTH:,}"
+            cells["MB of rows and ids"] = f"{self.works[name].moved_bytes / MEGABYTE:.3g}"
+            cells["CPU-ms: servers"] = f"{self.cpu_milliseconds(name, SERVER):.3g}"
+            cells["CPU-ms: trainers"] = f"{self.cpu_milliseconds(name, TRAINER):.3g}"
         return {
             **cells,
             "99 % within": f"{statistics.median(done.slow_seconds for done in self.figures[name]):.3g}",
@@ -172,7 +187,7 @@ class CaseResult:
             "together": f"{self.cpu_seconds_a_gigabyte(name, *ROLES):.2f}",
             "CPU, ours / this": "" if name == OURS else str(self.cpu_ratio(name) or ""),
             "busy cores": f"{self.busy_cores(name):.2f}",
-            "MB on the wire": f"{wire:.3g}",
+            "MB on the wire": f"{self.wire_bytes(name) / MEGABYTE:.3g}",
             "peak MB: a server": f"{max(peaks.get(SERVER, [0])) / MEGABYTE:.0f}",
             "a trainer": f"{max(peaks.get(TRAINER, [0])) / MEGABYTE:.0f}",
         }
@@ -186,6 +201,7 @@ class Target:
     other: str
     limit: float
     is_of_cpu: bool = False
+    over_links: bool = False
 
 
 TARGETS = (
@@ -204,16 +220,23 @@ TARGETS = (
     Target("sync_100mb_adam", "sync_100mb_fp32", 1.15),
     Target("scale_trainers", "2_trainers", 1.15),
     Target("local_transport", RPC_KEEPING, 1.0),
+    Target("embeddings", DDP, 1.0),
+    Target("embeddings", DDP, 0.7, over_links=True),  # of 100 Mbit/s
 )
+MAX_WIRE_RATIO = 1.15  # of bytes on the wire to those of touched rows and their ids
 
 
-def judge(results: Sequence[CaseResult]) -> str:
+def judge(results: Sequence[CaseResult], *, over_links: bool = False) -> str:
     """Return a table of the targets that were measured."""
     lines = ["| target | at most | measured | |", "|---|--:|--:|---|"]
     by_name = {result.case.name: result for result in results}
     for target in TARGETS:
         result = by_name.get(target.case)
-        if result is None or target.other not in result.figures:
+        if (
+            result is None
+            or target.other not in result.figures
+            or (target.over_links != over_links and result.works[OURS].batch)
+        ):
             continue
         measured = result.cpu_ratio(target.other) if target.is_of_cpu else result.ratio(target.other)
         name = f"{'CPU-seconds a GB' if target.is_of_cpu else 'seconds'}, {target.case}: ours / {target.other}"
@@ -228,6 +251,12 @@ def judge(results: Sequence[CaseResult]) -> str:
             verdict = "met" if peak <= limit else "missed"
             case = result.case.name if name == OURS else f"{result.case.name}: {name}"
             lines.append(f"| MB of a pserver above idle, {case} | {limit:.0f} | {peak:.0f} | {verdict} |")
+            if work.batch:
+                ratio = result.wire_bytes(name) / work.moved_bytes
+                verdict = "met" if ratio <= MAX_WIRE_RATIO else "missed"
+                lines.append(
+                    f"| bytes on the wire / of rows and ids, {case} | {MAX_WIRE_RATIO} | {ratio:.3f} | {verdict} |"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -239,10 +268,45 @@ def publish(results: Sequence[CaseResult], text: str, folder: Path, kind: str = 
     entries = [{**result.to_json(), "commit": commit} for result in results]
     (folder / "latest.json").write_text(json.dumps(entries, indent=2) + "\n")
     head = make_head("Gradpost beside its peers", text, (*PACKAGES, *_installed(*PEER_PACKAGES)), where=where)
-    report = "\n".join([head, judge(results), *(result.to_markdown() for result in results)])
+    report = "\n".join(
+        [head, judge(results, over_links=kind == "_links"), *(result.to_markdown() for result in results)]
+    )
     path = folder / f"comparison{kind}_{datetime.date.today():%Y%m%d}.md"
+    for result in results:
+        if result.case.name == GROWTH and find_spec("matplotlib") is not None:
+            plot = path.with_name(f"{path.stem}_{GROWTH}.png")
+            draw_growth(result, plot)
+            report += f"\n![Milliseconds of a step by rows of a table]({plot.name})\n"
     path.write_text(report)
     print(f"\n{report}\nwritten: {path} and latest.json beside it")
+
+
+def draw_growth(result: CaseResult, path: Path) -> None:
+    """Draw the milliseconds of a step, and of processors in it, by the number of rows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xscale="log", xlabel="rows of each of two tables", ylabel="milliseconds a step")
+    for settings, style in (("none", "-"), ("log", "--")):
+        variants = {OURS: result.case.ours, **result.case.variants}
+        names = [name for name, one in variants.items() if one.settings.get("durability", "none") == settings]
+        names.sort(key=lambda name: result.works[name].elements)
+        rows = [result.works[name].elements[0] // WIDTH for name in names]
+        curves = {
+            "a step": [result.milliseconds(name).median for name in names],
+            "processors of the pservers": [result.cpu_milliseconds(name, SERVER) for name in names],
+            "processors of the trainers": [result.cpu_milliseconds(name, TRAINER) for name in names],
+        }
+        for number, (label, values) in enumerate(curves.items()):
+            axes.plot(rows, values, style, marker="o", color=f"C{number}", label=f"{label}, durability {settings}")
+    touched = [
+        result.works[name].moved_bytes / result.works[OURS].moved_bytes * result.milliseconds(OURS).median
+        for name in names
+    ]
+    axes.plot(rows, touched, ":", color="gray", label="a step, if it grew as the touched rows")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def _installed(*packages: str) -> list[str]:

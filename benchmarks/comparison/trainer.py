@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from benchmarks.comparison.embeddings import TwoTowers, make_optimizer, make_step
 from benchmarks.comparison.emulated import compute, make_model
 from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work
@@ -18,6 +19,11 @@ def main() -> None:
     work: Work = arguments.parse_args().work
     torch.set_num_threads(1)
     session = connect()
+    if work.batch:
+        towers = TwoTowers(work)
+        remote = RemoteOptimizer(make_optimizer(towers), model=towers)
+        take_rounds(work, session.rank, *make_step(work, session.rank, towers, remote))
+        return
     if work.compute_seconds:
         train_model(work, session.rank)
         return

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Literal, Self, TypeAlias
 
+import numpy as np
 import torch
 
 Address: TypeAlias = tuple[str, int]
 
 LEARNING_RATE = 0.1
+WIDTH = 32  # of an embedding
+NUM_BATCHES = 20  # of a trainer, which repeats them
+ZIPF_EXPONENT = 1.05
 GRADIENT = 1e-3  # of every element and the trainer of rank 0; the others' are multiples of it
 
 
@@ -28,6 +33,7 @@ class Work:
     forward_seconds: float = 0.0  # of emulated computation in a round
     backward_seconds: float = 0.0
     num_warm_up: int = 10  # rounds that are not measured
+    batch: int = 0  # ids a trainer looks up in each tensor, an embedding table; 0: the gradients are dense
 
     @property
     def compute_seconds(self) -> float:
@@ -35,13 +41,38 @@ class Work:
 
     @property
     def moved_bytes(self) -> int:
-        """The float32 bytes that all trainers push and pull in a round."""
-        return 2 * self.num_trainers * self.num_bytes
+        """The float32 bytes that all trainers push and pull in a round: of tables, touched rows and their ids."""
+        return self.count_touched_bytes() if self.batch else 2 * self.num_trainers * self.num_bytes
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors in float32."""
         return 4 * sum(self.elements)
+
+    @cache  # noqa: B019 - a few works, whose tables may have millions of rows
+    def count_touched_bytes(self) -> int:
+        """Return the bytes of the rows that the trainers' batches touch, and of a 4-byte id for each, in a round.
+
+        A trainer pushes the rows of its own batch, and pulls those of all batches.
+        """
+        batches = torch.stack([self.make_batches(rank) for rank in range(self.num_trainers)])
+        num_pushed = sum(len(ids.unique()) for ids in batches.flatten(0, 2))
+        num_pulled = self.num_trainers * sum(len(ids.unique()) for ids in batches.movedim(0, 2).flatten(0, 1))
+        return 4 * (WIDTH + 1) * (num_pushed + num_pulled) // NUM_BATCHES
+
+    def make_batches(self, rank: int) -> torch.Tensor:
+        """Return the ids of a trainer's batches, (NUM_BATCHES, tables, batch) int64, Zipf-distributed.
+
+        Popular rows lie anywhere in a table, at the same places for all trainers.
+        """
+        batches = []
+        for table, num_elements in enumerate(self.elements):
+            num_rows = num_elements // WIDTH
+            places = np.random.default_rng(table).permutation(num_rows)
+            shares = np.cumsum(np.arange(1, num_rows + 1) ** -ZIPF_EXPONENT)
+            chosen = np.random.default_rng((rank, table)).random((NUM_BATCHES, self.batch)) * shares[-1]
+            batches.append(places[np.searchsorted(shares, chosen)])
+        return torch.from_numpy(np.stack(batches, axis=1))
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.comparison.embeddings import TwoTowers, make_optimizer, make_step
 from benchmarks.comparison.emulated import compute, make_model
 from benchmarks.comparison.paced import take_rounds
 from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
@@ -27,6 +28,10 @@ def train(work: Work, rank: int) -> None:
 
 
 def train_model(work: Work, rank: int) -> None:
+    if work.batch:
+        towers = DistributedDataParallel(TwoTowers(work), gradient_as_bucket_view=True)
+        take_rounds(work, rank, *make_step(work, rank, towers, make_optimizer(towers)))
+        return
     model = make_model(work, rank)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
