@@ -191,7 +191,7 @@ def start(
     ("case", "num_pservers", "min_block_size", "num_steps"),
     [
         *((case, number % 3 + 1, (60, 1, 8192)[number // 2], 30) for number, case in enumerate(CASES)),
-        pytest.param("sparse-adam", 3, 1, 1000, marks=pytest.mark.extended),
+        *(pytest.param(case, 3, 1, 1000, marks=pytest.mark.extended) for case in ("sgd", "adagrad", "sparse-adam")),
     ],
 )
 def test_rows_have_the_bits_of_torch(case: str, num_pservers: int, min_block_size: int, num_steps: int) -> None:
