@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ps_protocol import encodings
 from ps_protocol.encodings import Part, Rows
+from services.pserver.shard import optimizer
 from services.pserver.shard.aggregation import Aggregator
+from services.pserver.shard.optimizer import Operands, OptimizerBlocks
 from trainer_client.client.error_feedback import Remainder
 
 _aggregate = Aggregator.aggregate
@@ -52,6 +55,40 @@ def skip_feedback() -> None:
         self.reset()
 
     Remainder.resolve = resolve  # type: ignore[method-assign]
+
+
+def count_one_step_more() -> None:
+    """Correct the moments of Adam as if each block had been stepped once more."""
+    scalars = Operands.scalars
+    Operands.scalars = lambda self, value: scalars(self, value + 1)  # type: ignore[method-assign]
+
+
+def forget_moments() -> None:
+    """Begin each step without the second moments."""
+    find_slot = OptimizerBlocks._slot
+
+    def slot(self: OptimizerBlocks, name: str) -> Tensor:
+        found = find_slot(self, name)
+        return found.zero_() if name == "exp_avg_sq" else found
+
+    OptimizerBlocks._slot = slot  # type: ignore[method-assign]
+
+
+def couple_decay() -> None:
+    """Add the weight decay to the gradient, as Adam does."""
+    split = optimizer._split_betas
+    optimizer._split_betas = lambda options: {**split(options), "decoupled_weight_decay": False}
+
+
+def truncate() -> None:
+    """Round quantised values towards zero."""
+    Tensor.round_ = Tensor.trunc_  # type: ignore[method-assign, assignment]
+
+
+def scale_in_half() -> None:
+    """Round the values of quantised deltas and gradients to bfloat16."""
+    dequantise = encodings.dequantise
+    encodings.dequantise = lambda integers, scales: dequantise(integers, scales).bfloat16().float()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,13 @@ SABOTAGES = {  # and the runs that change
     "change_rounding": {ROUNDED, FED_BACK},
     "swap_ranks": {ROUNDED, FED_BACK},
     "skip_feedback": {FED_BACK},
+    "count_one_step_more": {ROUNDED},
+    "forget_moments": {ROUNDED},
+    "couple_decay": {ROUNDED},
+    "truncate": {FED_BACK},
+    "scale_in_half": {FED_BACK},
 }
+SAMPLED = "change_nothing", "swap_ranks", "skip_feedback"
 
 Found = dict[str, Future[dict[str, Digests]]]  # by cluster, or sabotage
 
@@ -62,7 +68,11 @@ def test_a_run_ends_with_the_recorded_bits(cluster: str, run: str, found: Found)
 
 @pytest.mark.parametrize(
     "sabotage",
-    [each if each == "change_rounding" else pytest.param(each, marks=pytest.mark.extended) for each in SABOTAGES],
+    [
+        "change_rounding",
+        *(pytest.param(each, marks=pytest.mark.extended) for each in SAMPLED),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in [*SABOTAGES][4:]),
+    ],
 )
 def test_broken_arithmetic_is_noticed(sabotage: str, found: Found) -> None:
     for run, digests in found[sabotage].result().items():
