@@ -134,18 +134,18 @@ class ChaosTrainer:
         self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks)
 
 
-class Model(torch.nn.Module):
-    """The parameters, and that one is sparse, as `torch.nn.Embedding(sparse=True)` shows it."""
+class Model(torch.nn.Embedding):
+    """The parameters, one of which is the weight of an embedding, under its own name."""
 
     sparse = True
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
 
     @property
-    def weight(self) -> torch.nn.Parameter:
+    def weight(self) -> torch.nn.Parameter:  # type: ignore[override]
         return self.get_parameter(SPARSE)
 
 

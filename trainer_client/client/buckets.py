@@ -28,6 +28,7 @@ FrameParts: TypeAlias = tuple[memoryview, ...]  # the body of one request, in pa
 MIN_LENT_BYTES = 64 * 1024  # smaller blocks are copied, which costs less than a write for each
 # Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
 MAX_HEADER_BYTES = 512 * 1024
+MAX_ROWS_BYTES = 128 * 1024 * 1024  # in a bucket, if a gradient touches all rows: half of what a pserver accepts
 ENTRY_HEADER_BYTES = 100  # dtype, shape and offsets of one block as JSON
 
 
@@ -202,7 +203,7 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
     result = []
     for pserver, shard in enumerate(plan.shards):
         groups: list[list[BucketEntry]] = [[]]
-        size = header_size = 0
+        size = header_size = most = 0
         for block in reversed(shard):
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
@@ -213,11 +214,14 @@ def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback 
                 lossy = feedback if len(tensors) > 1 else None
                 entry = BucketEntry(block, tensors, None if lossy is None else lossy.of(block, plan.wire.push))
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
-            if groups[-1] and (size + entry.num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
+            at_most = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in tensors)
+            is_full = size + entry.num_bytes > bucket_bytes or most + at_most > max(bucket_bytes, MAX_ROWS_BYTES)
+            if groups[-1] and (is_full or header_size + header > MAX_HEADER_BYTES):
                 groups.append([])
-                size = header_size = 0
+                size = header_size = most = 0
             groups[-1].append(entry)
             size += entry.num_bytes
+            most += at_most
             header_size += header
         result.append([Bucket(pserver, group) for group in groups])
     return result

@@ -145,7 +145,9 @@ class HostEngine:
         for bucket in self._buckets:
             bucket.flat.mul_(1 / self._host.place.num_processes)
         means = {name: part for bucket in self._buckets for name, part in bucket.parts.items()}
-        means |= {name: (sums / self._host.place.num_processes).coalesce() for name, sums in rows.items()}
+        means |= {
+            name: _divide_rows(sums, self._host.place.num_processes, self._sparse[name]) for name, sums in rows.items()
+        }
         return {name: means[name] for name in tally.present}
 
     def _share_result(self, **facts: Any) -> Mapping[str, Any]:
@@ -172,9 +174,14 @@ class HostEngine:
 
 
 def _copy_rows(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return a copy of a sparse gradient in host memory, without rows if there is none."""
+    """Return a float32 copy of a sparse gradient in host memory, without rows if there is none."""
     if gradient is not None:
-        return gradient.clone()
-    rows = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+        return gradient.to(torch.float32, copy=True)
+    rows = torch.empty((0, *parameter.shape[1:]), dtype=torch.float32)
     indices = torch.empty((1, 0), dtype=torch.int64)
     return torch.sparse_coo_tensor(indices, rows, parameter.shape, is_coalesced=True, check_invariants=False)
+
+
+def _divide_rows(sums: Tensor, number: int, parameter: Tensor) -> Tensor:
+    """Return sparse sums, divided by a number, as a coalesced gradient of the parameter."""
+    return (sums / number).to(parameter.dtype).coalesce()

@@ -79,7 +79,8 @@ def find_tensors(optimizer: Optimizer, model: nn.Module | None, buffers: Mapping
 def _find_sparse(optimizer: Optimizer, model: nn.Module | None, named: Mapping[str, Tensor]) -> frozenset[str]:
     """Return the parameters of SparseAdam, and of modules such as `nn.Embedding(sparse=True)`."""
     modules = () if model is None else model.modules()
-    found = {id(module.weight) for module in modules if getattr(module, "sparse", None) is True}
+    tables = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    found = {id(table.weight) for table in tables if table.sparse}
     for member in members_of(optimizer).values():
         if isinstance(member, torch.optim.SparseAdam):
             found.update(id(parameter) for group in member.param_groups for parameter in group["params"])

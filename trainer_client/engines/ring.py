@@ -266,7 +266,8 @@ class RingEngine:
 
         Parameters without a gradient have zeros.
         """
-        sums = [bucket.sum_of_squares() for bucket in self._buckets]
+        sums = [torch.zeros((), dtype=torch.float64, device=self._group.device)]
+        sums += [bucket.sum_of_squares() for bucket in self._buckets]
         sums += [elements_of(rows).double().square().sum() for rows in self._rows.values()]
         squares = torch.stack(sums).sum(0, keepdim=True)
         self._group.collectives.broadcast(squares)  # machines may round a sum differently, and nothing would mend that

@@ -154,7 +154,7 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
         buffer_rate=1 / session.world_size if rules.is_async else 1.0,
         initial_state={} if is_stepped_here else _read_own_state(stepped, model),
         sparse_groups=frozenset(spec.group for spec in model.describe(stepped)[0] if spec.is_sparse),
-        flattening=Flattening(model.sparse, session.client.log.warning),
+        flattening=Flattening(model.sparse, *([] if is_stepped_here else [session.client.log.warning])),
     )
 
 

@@ -70,8 +70,8 @@ class Flattening:
         if gradient.is_sparse:
             if name not in self._memory:
                 self._warn(
-                    f"the sparse gradient of {name!r} is pushed as a dense one, because RemoteOptimizer has no model "
-                    "that shows it. Pass it model=model to push rows only"
+                    f"the sparse gradient of {name!r} is pushed as a dense one, because it is neither the weight of an "
+                    "nn.Embedding or EmbeddingBag with sparse=True in RemoteOptimizer's model=model, nor of SparseAdam"
                 )
             gradient = self._memory[name] = gradient.to_dense()
         if gradient.is_contiguous():
