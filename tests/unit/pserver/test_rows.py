@@ -311,6 +311,15 @@ def test_a_pull_brings_the_rows_of_the_remembered_updates_unless_the_block_is_sm
     assert found == [whole, rows, 0, rows, whole, rows, whole, whole]
 
 
+def test_all_rows_are_copied_once_for_all_trainers_and_again_after_a_step() -> None:
+    shards, _ = start("sgd", [spec := ParameterSpec("w", (100, 4), is_sparse=True)], 1, 8192)
+    [shard] = shards.shards
+    first, again = shard.encode_since(None, {}), shard.encode_since(None, {})
+    assert first[-1] is again[-1]
+    shards.step([draw_gradients(0, 0, [spec])], make_case("sgd", 0)[1])
+    assert shard.encode_since(None, {})[-1] is not first[-1]
+
+
 # ---------------------------------------------------------------------- refused pushes
 
 W = ParameterSpec("w", (4, 3), is_sparse=True)

@@ -139,3 +139,29 @@ def test_the_processes_of_a_host_train_together(tmp_path: Path) -> None:
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     done = run_script(tmp_path, launcher, GRADPOST_STRATEGY="local")
     assert done.stdout.count("2 [-6.0, -6.0];") == 2  # three steps with the mean of 1 and 3
+
+
+def test_only_embeddings_have_sparse_gradients_and_a_step_may_have_none() -> None:
+    class Model(nn.Module):
+        sparse = True  # which means something else here
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.weight = nn.Embedding(10, 4, sparse=True), nn.Parameter(torch.ones(4))
+
+    model = Model()
+    optimizer = gradpost.RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, strategy="local")
+    optimizer.step()
+    (model.table(torch.tensor([3])) * model.weight).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.table.weight.grad.coalesce().indices(), torch.tensor([[3]]))
+    optimizer.session.close()
+
+
+def test_a_clipped_step_of_a_table_may_have_no_gradient() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = gradpost.RemoteOptimizer(sgd, model=model, strategy="local", max_grad_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 0.0
+    optimizer.session.close()

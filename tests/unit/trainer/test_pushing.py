@@ -71,6 +71,12 @@ def test_only_gradients_of_sparse_parameters_stay_sparse_and_must_be() -> None:
 # ---------------------------------------------------------------- buckets
 
 
+def test_sparse_blocks_share_a_bucket_unless_all_their_rows_are_too_large() -> None:
+    specs = [ParameterSpec(f"table{i}", (200_000, 64), is_sparse=True) for i in range(6)]  # 52 MB each, with indices
+    [shard] = make_buckets(make_plan(specs, 1), bucket_bytes=1 << 20, feedback=ErrorFeedback())
+    assert [len(bucket.entries) for bucket in shard] == [2, 2, 2]
+
+
 def test_only_borrowed_gradients_are_sent_from_their_own_memory() -> None:
     plan = plan_of({"w": 50_000, "small": 3})
     [[bucket]] = make_buckets(plan, bucket_bytes=1 << 20, feedback=ErrorFeedback())
