@@ -168,10 +168,6 @@ class Rows:
     indices: Tensor  # (k,) int64 or int32, increasing
     values: Tensor  # (k, width), floating
 
-    def check(self, num_rows: int) -> None:
-        """Raise BadInput unless the indices increase and lie within the block."""
-        check_increasing(self.indices, num_rows)
-
 
 class SparsePart:
     """A part of some elements at increasing indices; the others are 0."""

@@ -44,14 +44,14 @@ class RowChanges:
         return f"<RowChanges [{len(self._num_rows)} blocks | position {self.position}]>"
 
     def advance(self, rows: Mapping[str, Rows], whole: Iterable[str] = ()) -> None:
-        """Note an update that has changed these rows, and `whole` blocks. Their values have been written."""
+        """Note an update that has changed these rows, and `whole` blocks, some of them sparse, after their values."""
         position = self.position + 1
         self.num_newest = sum(len(its.indices) for its in rows.values())
         for name, its in rows.items():
             self.num_touched[name] = len(its.indices)
             if len(its.indices):
                 self._changes[name] = self._append(name, position, its.indices)
-        for name in whole:
+        for name in self._changes.keys() & whole:
             self._changes[name] = _Changes(position)
         self.position = position
 

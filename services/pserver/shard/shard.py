@@ -140,12 +140,11 @@ class Shard:
         self.optimizer.apply(self.values, gradient, present, hyper_parameters, rows, counter=counter)
         for name in present:
             self.versions[name] += 1
-        self.changes.advance(rows, [name for name in loaded if self.layout.place[name].width])
+        self.changes.advance(rows, loaded)
 
     def load_slots(self, loaded: LoadedState) -> None:
         """Replace optimizer state and masters by what a trainer has loaded, beside an update."""
-        names = self._load(loaded)
-        self.changes.advance({}, [name for name in names if self.layout.place[name].width])
+        self.changes.advance({}, self._load(loaded))
 
     def _load(self, loaded: LoadedState) -> list[str]:
         """Replace optimizer state and masters. Return the blocks whose values changed."""
