@@ -28,7 +28,7 @@ from ps_protocol.wire_types import WireTensor, sparse
 
 from .aggregation import Aggregator
 from .bodies import view_bytes
-from .layout import ShardLayout
+from .layout import BlockPlace, ShardLayout
 from .optimizer import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
 from .reply import EncodedTensor, PulledViews, copy_blocks
@@ -45,6 +45,7 @@ class Shard:
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
         assert plan.optimizer is not None  # the plan of a run always has an optimizer
         self.layout = ShardLayout(plan, pserver)
+        self._dense = [place for place in self.layout.find_places(None) if not place.width]  # in plan order
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
         self.version = 0  # applied rounds; in asynchronous modes applied contributions, which the run counts
         self.versions = dict.fromkeys(self.layout.place, 0)  # updates of each block; an absent gradient is none
@@ -210,20 +211,14 @@ class Shard:
         """
         chosen = [(place, place.pulled if pulled else place.dtype) for place in self.layout.find_places(blocks)]
         specs = self._stored_buffers() if with_buffers else []
-        entries: list[WireTensor] = [(place.name, dtype, (place.block.num_elements,)) for place, dtype in chosen]
-        num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in entries)
+        entries, data = _copy_places(self._pulled_values if pulled else self.values, chosen)
         entries += [(spec.name, spec.dtype, spec.shape) for spec in specs]
-        data = np.empty(num_bytes, np.uint8).data
-        copy_blocks(self._pulled_values if pulled else self.values, chosen, data)
         return [encode_header(entries, metadata), data, *(self._buffers[spec.name] for spec in specs)]
 
     def encode_since(self, base: int | None, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         """Return a frame of all blocks as trainers pull them, copied: see `encode_changes`."""
         changes = self.encode_changes(base)
-        dense = [(place, place.pulled) for place in self.layout.find_places(None) if not place.width]
-        entries: list[WireTensor] = [(place.name, dtype, (place.block.num_elements,)) for place, dtype in dense]
-        data = np.empty(sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in entries), np.uint8).data
-        copy_blocks(self.values, dense, data)
+        entries, data = _copy_places(self.values, [(place, place.pulled) for place in self._dense])
         metadata = metadata if base is None else {**metadata, SINCE_KEY: str(base)}
         return [
             encode_header(entries + [tensor for tensor, _ in changes], metadata),
@@ -259,7 +254,7 @@ class Shard:
 
     def view_pulled(self) -> PulledViews:
         """Return views of all dense blocks as trainers pull them, in plan order."""
-        return PulledViews(self._pulled_values, [place for place in self.layout.find_places(None) if not place.width])
+        return PulledViews(self._pulled_values, self._dense)
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """Return the delta of each block to the round before, where there is one; valid until the next step."""
@@ -286,6 +281,14 @@ class Shard:
         if place is None or slot not in slots:
             raise BadInput(f"slot '{slot}/{name}' is not in this shard", code="unknown_block")
         return slots[slot][place.begin : place.end]
+
+
+def _copy_places(values: Tensor, chosen: Sequence[tuple[BlockPlace, str]]) -> tuple[list[WireTensor], memoryview]:
+    """Return the entries of blocks in a frame, each in the dtype beside it, and a copy of their bytes."""
+    entries: list[WireTensor] = [(place.name, dtype, (place.block.num_elements,)) for place, dtype in chosen]
+    data = np.empty(sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in entries), np.uint8).data
+    copy_blocks(values, chosen, data)
+    return entries, data
 
 
 def _encode_views(views: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes]:
