@@ -61,7 +61,7 @@ class GoldenCluster(LocalCluster):
         self._fault_steps = threading.Semaphore(0)
         self._has_joined = threading.Event()
         self._arguments = [str(folder), name]
-        self._sabotage = sabotage
+        self._sabotage = sabotage or ("take_exact_roots" if self.setup.has_exact_roots else "")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the first host's torchrun
         super().__init__(
             pservers=self.setup.pservers,

@@ -24,6 +24,7 @@ class Run:
     parameter_dtype: str = "float32"
     has_scaler: bool = False  # torch's, and an overflow in trainer 1
     has_batch_norm: bool = False
+    has_table: bool = False  # a sparse parameter
     num_passes: int = 1  # backward passes of a step
     steps: Sequence[int] = ()  # of each trainer; empty: STEPS
     # All but the first two are for the last run of a cluster.
@@ -53,6 +54,7 @@ class Setup:
     trainers: int = 2
     are_hosts: bool = False  # each trainer is a host with two processes, as torchrun starts them
     settings: Mapping[str, Any] = field(default_factory=dict)
+    has_exact_roots: bool = False  # see `tests.golden.sabotaged.take_exact_roots`
     takes_turns: bool = False  # trainers step in a fixed order, two steps each, and trainer 0 comes last
 
     @property
@@ -83,6 +85,9 @@ _SYNC = {
     "local_steps with the mean": Run(settings={"local_steps": 2}),
     "local_steps with an outer optimizer": Run(settings={"local_steps": 2}, outer="Adam-amsgrad"),
     **{name: Run(name) for name in ("SGD", "SGD-nesterov", "Adam")},
+    "table": Run("SGD", {"bucket_bytes": 2000}, has_table=True),
+    "table in bfloat16": Run("SGD", {"push_type": "bfloat16", "pull_type": "bfloat16"}, has_table=True),
+    "table with overlap_pulls": Run("SGD", {"overlap": True, "overlap_pulls": True}, has_table=True),
 }
 
 # Either one trainer takes all steps of an asynchronous run, or the trainers take turns, so that their order is fixed.
@@ -93,11 +98,20 @@ SETUPS: dict[str, Setup] = {
         trainers=3,
         settings={"placement": "hash", "slice_parameters": False},
     ),
+    "sync with exact roots": Setup(
+        {
+            "table of SparseAdam beside Adam": Run("SparseAdam", has_table=True),
+            "table of Adagrad, stopped and resumed": Run("Adagrad", has_table=True, fault="stop and resume"),
+        },
+        trainers=3,
+        has_exact_roots=True,
+    ),
     "sync with max_delay": Setup(
         {
             "AdamW": Run(),
             "push int8": _wire("int8", "float32"),
             "clipping and overlap": Run(settings={"max_grad_norm": 1.0, "overlap": True}),
+            "table": Run("SGD", has_table=True),
         },
         pservers=3,
         settings={"max_delay": 2},
@@ -114,6 +128,7 @@ SETUPS: dict[str, Setup] = {
             "local_steps": Run(settings={"local_steps": 2}),
             "push topk": _wire("topk", "float16"),
             "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True}),
+            "table": Run("SGD", has_table=True),
         },
         trainers=1,
         settings={"mode": "async"},
@@ -150,6 +165,7 @@ SETUPS: dict[str, Setup] = {
             "clipping": Run(settings={"max_grad_norm": 1.0}),
             "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
             "local_steps": Run(settings={"local_steps": 2}, outer_sgd={"lr": 0.7}),
+            "table": Run("SGD", has_table=True),
         },
         are_hosts=True,
     ),

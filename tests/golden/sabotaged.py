@@ -1,4 +1,4 @@
-"""Runs a service or the script with its arithmetic broken: golden runs have to notice.
+"""Runs a service or the script with other arithmetic: golden runs have to notice if it is broken.
 
 Breaks what `GOLDEN_SABOTAGE` names and then runs the module that `GOLDEN_PROGRAM` names.
 """
@@ -9,6 +9,8 @@ import os
 import runpy
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ps_protocol import encodings
@@ -23,6 +25,11 @@ _aggregate = Aggregator.aggregate
 
 def change_nothing() -> None:
     """The control."""
+
+
+def take_exact_roots() -> None:
+    """Take the square roots of sparse steps as IEEE 754 rounds them, and not by MKL, whose bits depend on the CPU."""
+    Tensor.sqrt_ = lambda self: self.copy_(torch.from_numpy(np.sqrt(self.numpy())))  # type: ignore[method-assign]
 
 
 def change_rounding() -> None:

@@ -19,14 +19,17 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import Adam, Optimizer, SparseAdam
 
 from gradpost import RemoteOptimizer, Session, connect
 from tests.cluster.training import change_rates, make_optimizer
 from tests.golden.runs import CHANGES, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
 from trainer_client.client.pserver_client import PserverClient
+from trainer_client.engines.script_optimizers import CombinedOptimizer
 
 SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}
 NORM_SHAPE = (8, 130)  # of a batch
+TABLE_SHAPE, NUM_LOOKUPS = (301, 12), 40
 PATIENCE_SECONDS = 60.0
 
 
@@ -44,6 +47,20 @@ class Layer(nn.Module):
         return (self.weight * (self.snapshot * 0.5 + data)).sum()
 
 
+class Table(nn.Embedding):
+    """A table whose gradient is that of a layer, in the rows that the data look up."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(*values.shape, sparse=True, _weight=values)
+        self.snapshot = torch.empty(0)
+
+    def forward(self, data: Tensor, takes_snapshot: bool) -> Tensor:
+        if takes_snapshot:
+            self.snapshot = self.weight.detach().clone()
+        rows = (data[:, 0].abs() * TABLE_SHAPE[0]).long() % TABLE_SHAPE[0]
+        return (super().forward(rows) * (self.snapshot[rows] * 0.5 + data)).sum()
+
+
 class Norm(nn.BatchNorm1d):
     """Batch norm whose output is multiplied by the data, since its sum alone has no gradient."""
 
@@ -56,27 +73,31 @@ def draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype)
     return (torch.randint(-4096, 4097, shape, generator=generator) * 2.0**-12).to(dtype)
 
 
-def make_model(seed: int, dtype: torch.dtype, has_batch_norm: bool) -> nn.ModuleDict:
+def make_model(seed: int, dtype: torch.dtype, run: Run) -> nn.ModuleDict:
     generator = torch.Generator().manual_seed(seed)
     model = nn.ModuleDict({name: Layer(draw(shape, generator, dtype)) for name, shape in SHAPES.items()})
-    if has_batch_norm:
+    if run.has_batch_norm:
         model["norm"] = Norm(NORM_SHAPE[1], dtype=dtype)
+    if run.has_table:
+        model["table"] = Table(draw(TABLE_SHAPE, generator, dtype))
     return model
 
 
 def loss_of(model: nn.ModuleDict, step: int, rank: int, dtype: torch.dtype, takes_snapshot: bool) -> Tensor:
     """Leave the vector out in some steps, and the scalar and batch norm of trainer 1 in others.
 
-    These parameters have no gradient then, and these buffers do not change.
+    These parameters have no gradient then, and these buffers do not change. Trainer 1 looks up no row in others.
     """
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    shapes = {**SHAPES, "norm": NORM_SHAPE}
+    shapes = {**SHAPES, "norm": NORM_SHAPE, "table": (NUM_LOOKUPS, TABLE_SHAPE[1])}
     data = {name: draw(shapes[name], generator, dtype) for name in model}
     if step % 4 == 1:
         del data["vector"]
     if step % 4 == 2 and rank == 1:
         del data["scalar"]
         data.pop("norm", None)
+    if step % 4 == 3 and rank == 1 and "table" in data:
+        data["table"] = data["table"][:0]
     return torch.stack([model[name](values, takes_snapshot) for name, values in data.items()]).sum()
 
 
@@ -99,9 +120,15 @@ class Turns:
 def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, Any]:
     """Train one run; returns the digests."""
     rank, dtype = session.rank, getattr(torch, run.parameter_dtype)
-    model = make_model(rank, dtype, run.has_batch_norm)  # the lowest rank's values count
-    local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
-    outer = make_optimizer(run.outer, dict(model.named_parameters()), local=False) if run.outer else None
+    model = make_model(rank, dtype, run)  # the lowest rank's values count
+    parameters = dict(model.named_parameters())
+    local: Optimizer
+    if run.optimizer == "SparseAdam":
+        sparse = SparseAdam([parameters.pop("table.weight")], lr=0.01)
+        local = CombinedOptimizer({"dense": Adam(parameters.values()), "sparse": sparse})
+    else:
+        local = make_optimizer(run.optimizer, parameters, local=False)
+    outer = make_optimizer(run.outer, parameters, local=False) if run.outer else None
     if run.outer_sgd:
         outer = torch.optim.SGD(model.parameters(), **run.outer_sgd)
     optimizer = RemoteOptimizer(local, model=model, outer=outer)
