@@ -64,6 +64,7 @@ T = TypeVar("T")
 Read: TypeAlias = Callable[[Mapping[str, str]], T]  # reads the shard; its argument is the metadata of the version
 
 QUICK_PARTS = 2048  # blocks of all contributions, which are summed and stepped within a few milliseconds
+QUICK_BYTES = 1 << 20  # of a push, whose indices are checked in less time than a thread is woken
 HELD_SECONDS = 10.0  # for which a request waits for standbys
 ENDS_WITH_INTACT_SHARDS = (TrainerLost, RoundTimeout, RunStopped)
 
@@ -326,7 +327,8 @@ class Run(ABC):
         """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing."""
         push = self._push_reader.read(body)
         if self.plan.wire.push == "topk" or self.shard.layout.sparse:
-            await self.compute.run(check_blocks, push.blocks.values())
+            check = self.compute.run_at_once if len(body.buffer) <= QUICK_BYTES else self.compute.run
+            await check(check_blocks, push.blocks.values())
         if self.admit_push(fence) == "already_applied":
             await self.wait_until_held()
             return PushAnswer(status="already_applied", duplicates=push.num_entries)

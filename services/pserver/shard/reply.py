@@ -27,6 +27,7 @@ GRACE_SECONDS = 0.1  # for readers that are about to end: a trainer that needs t
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 EncodedTensor: TypeAlias = tuple[WireTensor, bytes | memoryview]
+EncodedRows: TypeAlias = tuple[list[WireTensor], memoryview]  # several tensors, and the bytes of all
 NO_DELTAS: Mapping[str, Sequence[EncodedTensor]] = {}
 
 
@@ -95,7 +96,7 @@ class VersionedBlocks:
         metadata: Mapping[str, str],
         base: Round = 0,
         deltas: Mapping[str, Sequence[EncodedTensor]] = NO_DELTAS,
-        rows: Sequence[EncodedTensor] | None = None,
+        rows: EncodedRows | None = None,
     ) -> None:
         """`pulled` is from `PulledViews`. `changed` names the round in which each block changed last.
 
@@ -108,7 +109,8 @@ class VersionedBlocks:
         self._changed = changed
         self._metadata = metadata
         self._deltas = deltas
-        self._frames: dict[Round | None, Parts] = {None: _join(self._blocks, pieces, metadata)}
+        whole = _join([tensor for tensor, _ in self._blocks], pieces, metadata)
+        self._frames: dict[Round | None, Parts] = {None: whole}
 
     def parts(self, base: Round | None = None) -> Parts:
         """Return the frame for a trainer that has all blocks of version `base`; None is a trainer without blocks.
@@ -124,18 +126,18 @@ class VersionedBlocks:
                 frame = self._frames[None]
             else:
                 tensors = [tensor for block in newer for tensor in deltas.get(block[0][0], (block,))]
-                tensors += self._rows or ()
-                data = [data for _, data in tensors]
-                frame = _join(tensors, data, {**self._metadata, SINCE_KEY: str(base)})
+                rows, data = self._rows or ([], b"")
+                entries, pieces = [*(tensor for tensor, _ in tensors), *rows], [*(its for _, its in tensors), data]
+                frame = _join(entries, pieces, {**self._metadata, SINCE_KEY: str(base)})
             if base == self.base:  # other versions are rare, and a client chooses how many it asks for
                 self._frames[base] = frame
         return frame
 
 
-def _join(tensors: Sequence[EncodedTensor], pieces: Iterable[bytes | memoryview], metadata: Mapping[str, str]) -> Parts:
+def _join(tensors: Sequence[WireTensor], pieces: Iterable[bytes | memoryview], metadata: Mapping[str, str]) -> Parts:
     """Return a frame of these tensors, whose bytes are those of the pieces."""
     parts: list[bytes | memoryview] = []
-    small: list[bytes | memoryview] = [encode_header([tensor for tensor, _ in tensors], metadata)]
+    small: list[bytes | memoryview] = [encode_header(tensors, metadata)]
     for piece in pieces:
         if len(piece) < LARGE_BYTES:
             small.append(piece)

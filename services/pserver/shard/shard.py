@@ -31,7 +31,7 @@ from .bodies import view_bytes
 from .layout import BlockPlace, ShardLayout
 from .optimizer import LoadedState, OptimizerBlocks
 from .published import BorrowedTensor, Published
-from .reply import EncodedTensor, PulledViews, copy_blocks
+from .reply import EncodedRows, PulledViews, copy_blocks
 from .row_changes import RowChanges
 from .shard_state import ShardState
 
@@ -53,7 +53,7 @@ class Shard:
         self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self.aggregator = Aggregator(self.layout, self.values)
         self.changes = RowChanges(self.layout, 0)
-        self._whole: tuple[int, list[EncodedTensor]] | None = None  # all rows at a position of `changes`
+        self._whole: tuple[int, EncodedRows] | None = None  # all rows at a position of `changes`
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
         self._buffers: dict[str, bytes] = {}
         self._initialised: set[str] = set()
@@ -217,16 +217,12 @@ class Shard:
 
     def encode_since(self, base: int | None, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         """Return a frame of all blocks as trainers pull them, copied: see `encode_changes`."""
-        changes = self.encode_changes(base)
+        changed, rows = self.encode_changes(base)
         entries, data = _copy_places(self.values, [(place, place.pulled) for place in self._dense])
         metadata = metadata if base is None else {**metadata, SINCE_KEY: str(base)}
-        return [
-            encode_header(entries + [tensor for tensor, _ in changes], metadata),
-            data,
-            *(each for _, each in changes),
-        ]
+        return [encode_header(entries + changed, metadata), data, rows]
 
-    def encode_changes(self, base: int | None) -> list[EncodedTensor]:
+    def encode_changes(self, base: int | None) -> EncodedRows:
         """Return the rows of sparse blocks that have changed since a position of `changes`, copied.
 
         A block is whole where that is smaller, or the position is not known.
@@ -234,23 +230,21 @@ class Shard:
         whole, position = self._whole, self.changes.position
         if base is None and whole is not None and whole[0] == position:
             return whole[1]  # one copy for all trainers
-        tensors: list[EncodedTensor] = []
+        tensors: list[WireTensor] = []
+        sources: list[Tensor] = []
         for place in self.layout.sparse if base is None or base >= 0 else ():  # no trainer has a version before 0
             table = self.block(place.name).view(-1, place.width)
             indices = self.changes.find(place.name, base)
-            dtype = TORCH_DTYPES[place.pulled]
-            specs: list[WireTensor]
             if indices is None or len(indices) * (place.width + 1) >= place.block.num_elements:
-                specs, data = [(place.name, place.pulled, (place.block.num_elements,))], [table.to(dtype, copy=True)]
+                tensors.append((place.name, place.pulled, (place.block.num_elements,)))
+                sources.append(table)
             elif len(indices):
-                specs = sparse(place.name, place.pulled, len(indices), place.width)
-                data = [indices.int(), table.index_select(0, indices).to(dtype)]
-            else:
-                continue
-            tensors += zip(specs, (view_bytes(each.view(-1)) for each in data), strict=True)
+                tensors += sparse(place.name, place.pulled, len(indices), place.width)
+                sources += [indices, table.index_select(0, indices)]
+        encoded = tensors, _copy_tensors(sources, [dtype for _, dtype, _ in tensors])
         if base is None:
-            self._whole = position, tensors
-        return tensors
+            self._whole = position, encoded
+        return encoded
 
     def view_pulled(self) -> PulledViews:
         """Return views of all dense blocks as trainers pull them, in plan order."""
@@ -289,6 +283,16 @@ def _copy_places(values: Tensor, chosen: Sequence[tuple[BlockPlace, str]]) -> tu
     data = np.empty(sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in entries), np.uint8).data
     copy_blocks(values, chosen, data)
     return entries, data
+
+
+def _copy_tensors(tensors: Sequence[Tensor], dtypes: Sequence[str]) -> memoryview:
+    """Return the bytes of these tensors one after another, each in the dtype beside it."""
+    sizes = [tensor.numel() * DTYPE_BYTES[dtype] for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    data, at = np.empty(sum(sizes), np.uint8).data, 0
+    for tensor, dtype, size in zip(tensors, dtypes, sizes, strict=True):
+        torch.frombuffer(data[at : at + size], dtype=TORCH_DTYPES[dtype]).copy_(tensor.view(-1))
+        at += size
+    return data
 
 
 def _encode_views(views: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes]:
