@@ -87,23 +87,23 @@ def test_a_run_is_counted_by_each_role(cluster: LocalCluster) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_touched_rows_are_counted_and_shown(mode: str) -> None:
+def test_touched_rows_are_counted_and_shown_and_pulled_alone(mode: str) -> None:
     with LocalCluster(pservers=2, trainers=1, mode=mode) as cluster, Session(coordinator=cluster.address) as session:
         model = torch.nn.Sequential(torch.nn.Embedding(4096, 4, sparse=True), torch.nn.Linear(4, 1))
         optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)
+        pulled = []
         for rows in ([5, 3000], [8, 7, 4000, 7]):
             optimizer.zero_grad()
             model(torch.tensor(rows)).sum().backward()
             optimizer.step()
+            pulled.append(session.client.metrics.pulled_bytes.collect()[0].samples[0].value)
         targets = [group["targets"][0] for group in read_json(f"{cluster.address}/v1/targets")]
         pages = [read_bytes(f"http://{target}/metrics").decode() for target in targets]
         printed = run_gradpost("params", "0.weight", "--coordinator", cluster.address)
         dense = read_json(f"{cluster.address}/v1/statistics/1.weight")
     counted = [re.search(r"^gradpost_touched_rows_total (\S+)", page, re.MULTILINE) for page in pages]
-    assert sorted(float(found[1]) for found in counted if found) == [
-        2,
-        3,
-    ]  # of the blocks with rows 2048 to 4095, 0 to 2047
+    assert sorted(float(found[1]) for found in counted if found) == [2, 3]  # in rows 2048 to 4095, and 0 to 2047
+    assert pulled[1] - pulled[0] < 4096  # a 16th of all rows
     assert re.search(r"^num_touched +3$", printed, re.MULTILINE), printed
     assert dense["num_touched"] is None
 

@@ -119,7 +119,7 @@ def make_shard_destinations(
     return result
 
 
-Rows: TypeAlias = tuple[Tensor | None, Tensor]  # indices of shape (k,) int32, values of shape (k, width)
+_PulledRows: TypeAlias = tuple[Tensor | None, Tensor]  # indices of shape (k,) int32, values of shape (k, width)
 
 
 class RowsDestination:
@@ -133,8 +133,8 @@ class RowsDestination:
         self._width = plan.parameter[block.parameter].width
         self._begin, self._end = block.begin // self._width, block.end // self._width
         self._dtype = TORCH_DTYPES[plan.pulled(block.parameter)]
-        self._incoming: Rows | None = None  # of the newest frame; without indices: all rows
-        self._arrived: Rows | None = None  # None: no row has changed
+        self._incoming: _PulledRows | None = None  # of the newest frame; without indices: all rows
+        self._arrived: _PulledRows | None = None  # None: no row has changed
 
     def make_room(self, name: str, entries: Mapping[str, TensorEntry]) -> dict[str, memoryview]:
         """Return memory for the tensors of this block in a frame. Raises BadInput if its values come before its rows.
