@@ -111,9 +111,9 @@ class SlicePlan:
         """Return the size of a block's values in the parameter's dtype."""
         return block.num_elements * DTYPE_BYTES[self.parameter[block.parameter].dtype]
 
-    def pushed_bytes(self, pserver: PserverIndex) -> int:
-        """Return the size of a whole gradient of a shard on the wire."""
-        tensors = (tensor for block in self.shards[pserver] for tensor in self.pushed(block))
+    def pushed_bytes(self, *blocks: Block) -> int:
+        """Return the size of whole gradients of these blocks on the wire."""
+        tensors = (tensor for block in blocks for tensor in self.pushed(block))
         return sum(DTYPE_BYTES[dtype] * math.prod(shape) for _, dtype, shape in tensors)
 
     def shard_bytes(self, pserver: PserverIndex) -> int:

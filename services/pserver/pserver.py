@@ -312,7 +312,7 @@ class Pserver:
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
         """Raise BadModel for a plan with a block or buffer that no frame could contain."""
         most = self.limits.max_body_bytes - FRAME_ROOM_BYTES
-        items = [(block.name, plan.block_bytes(block)) for block in plan.shards[index]]
+        items = [(block.name, max(plan.block_bytes(block), plan.pushed_bytes(block))) for block in plan.shards[index]]
         items += [(spec.name, spec.num_bytes) for spec in plan.buffers if spec.pserver == index]
         for name, num_bytes in items:
             if num_bytes > most:

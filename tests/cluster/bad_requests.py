@@ -215,14 +215,20 @@ def same_run_other_plan(w: World) -> Any:
     return {**installation()(w), "run": w.trainer.ready.run, "plan": plan}
 
 
-def large_block(w: World) -> Any:
-    wide = ParameterSpec("wide", (LIMITS["max_body_bytes"] // 2,))
-    plan = make_plan([wide], 2, optimizer=w.trainer.plan.optimizer)
-    return {**installation()(w), "plan": plan.as_json}
+def installation_of(spec: ParameterSpec) -> Any:
+    def make(w: World) -> Any:
+        return {**installation()(w), "plan": make_plan([spec], 2, optimizer=w.trainer.plan.optimizer).as_json}
+
+    return make
+
+
+WIDE = ParameterSpec("wide", (LIMITS["max_body_bytes"] // 2,))
+TALL = ParameterSpec("tall", (LIMITS["max_body_bytes"] // 3, 1), is_sparse=True)  # a push has an index for each value
 
 
 for name, message, error in (
-    ("a block that no frame can bring", large_block, "bad_model"),
+    ("a block that no frame can bring", installation_of(WIDE), "bad_model"),
+    ("a block whose rows no frame can bring", installation_of(TALL), "bad_model"),
     ("a member that is unknown", installation(extra=1), "invalid_message"),
     ("an unknown mode", installation(consistency={"mode": "chaos"}), "invalid_message"),
     ("another life", installation(incarnation=7), "stale_pserver"),

@@ -173,6 +173,6 @@ def measure_largest_body(plan: SlicePlan, index: PserverIndex) -> int:
     num_kinds = max(len(SLOTS[rule]) for rule in plan.optimizer.rules) + 1  # slots and masters
     return max(
         plan.shard_bytes(index) + sum(spec.num_bytes for spec in buffers),
-        plan.pushed_bytes(index),
+        plan.pushed_bytes(*plan.shards[index]),
         num_kinds * MASTER_BYTES * sum(block.num_elements for block in plan.shards[index]),
     )
