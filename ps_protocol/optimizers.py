@@ -223,10 +223,12 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
     return groups
 
 
-def check_sparse_numbers(spec: OptimizerSpec, sparse_groups: Iterable[int], groups: list[HyperParameters]) -> None:
+def check_sparse_numbers(
+    spec: OptimizerSpec, sparse_groups: Iterable[int], groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Raise BadInput if a group with sparse parameters has a number that would change rows without a gradient."""
     for index in sparse_groups:
-        for name in SPARSE_NUMBERS[spec.rule(index)]:
+        for name in SPARSE_NUMBERS.get(spec.rule(index), ()):
             if groups[index][name]:
                 raise BadInput(
                     f"{spec.rule(index)} with {name} cannot step sparse parameters: it would change rows without a "

@@ -335,6 +335,7 @@ declaration("unsupported_optimizer", "LBFGS", optimizer="LBFGS", group_flags=[{}
 declaration("unsupported_optimizer", "flags of another optimizer", group_flags=[{"amsgrad": False}])
 declaration("invalid_message", "flags that are no booleans", group_flags=[{"nesterov": "perhaps", "maximize": False}])
 declaration("bad_model", "more elements than there are", parameters=[["w", [2**62, 2**62], "F32", 0]])
+declaration("bad_model", "a sparse parameter that is unknown", sparse=["absent"])
 declaration("model_mismatch", "another shape", parameters=[["w", [3, 101], "F32", 0]])
 declaration("model_mismatch", "another optimizer", optimizer="Adagrad", group_flags=[{"maximize": False}])
 declaration("model_mismatch", "another policy", nonfinite="allow")

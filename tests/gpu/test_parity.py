@@ -50,6 +50,34 @@ def test_the_results_are_those_of_one_process(cluster: LocalCluster, kind: str) 
         torch.testing.assert_close(one[name], value, rtol=0, atol=tolerance)
 
 
+def step_table(table: nn.Embedding, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    for step in range(6):
+        optimizer.zero_grad()
+        table(torch.tensor([step, step, 40], device=DEVICE)).square().sum().backward()
+        optimizer.step()
+    return table.weight.detach()
+
+
+def step_remotely(session: Session) -> torch.Tensor:
+    table = make_table()
+    sgd = torch.optim.SGD(table.parameters(), lr=0.1)
+    return step_table(table, RemoteOptimizer(sgd, model=table, session=session))
+
+
+def make_table() -> nn.Embedding:
+    return nn.Embedding(50, 8, sparse=True, device=DEVICE, _weight=torch.ones(50, 8, device=DEVICE))
+
+
+def test_the_rows_of_a_table_are_those_of_one_process(cluster: LocalCluster) -> None:
+    alone = make_table()
+    expected = step_table(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+    found = run_trainers(cluster.address, [step_remotely, step_remotely], max_grad_norm=1000.0)
+    with Session(strategy="local", max_grad_norm=1000.0) as session:
+        found.append(step_remotely(session))
+    for values in found:
+        torch.testing.assert_close(values, expected, rtol=0, atol=ROUNDING)
+
+
 @pytest.mark.clip
 @pytest.mark.parametrize("kind", ["plain", "overlap", "GradScaler"])
 def test_the_aggregated_gradient_is_clipped(cluster: LocalCluster, kind: str) -> None:

@@ -38,11 +38,11 @@ class HostEngine:
         device: torch.device,
         engine: StepEngine | None,
         local: LocalSteps | None,
-        take_rows: Callable[[], TakenRows | None] = dict,
+        take_rows: Callable[[], TakenRows | None] = lambda: None,
     ) -> None:
         """Write the values that the run begins with in the processes that have no `engine`: all but process 0.
 
-        `take_rows`: see `PserverEngine.take_rows`.
+        `take_rows`: see `PserverEngine.take_rows`; by default any row may have changed.
 
         Blocks for all processes. `device` has the same type in all of them.
         """

@@ -224,7 +224,7 @@ class RingEngine:
         """Step with the averages; with local steps from the values before them."""
         for name, value in ({} if self._local is None else self._local.starting_values).items():
             self._parameters[name].copy_(value)
-        averages = dict(self._rows)
+        averages = {name: rows.to(self._parameters[name]) for name, rows in self._rows.items()}
         for name in present:
             if name in averages:
                 continue
@@ -268,7 +268,7 @@ class RingEngine:
         """
         sums = [torch.zeros((), dtype=torch.float64, device=self._group.device)]
         sums += [bucket.sum_of_squares() for bucket in self._buckets]
-        sums += [elements_of(rows).double().square().sum() for rows in self._rows.values()]
+        sums += [elements_of(rows).double().square().sum().to(self._group.device) for rows in self._rows.values()]
         squares = torch.stack(sums).sum(0, keepdim=True)
         self._group.collectives.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
         self._group.wait()

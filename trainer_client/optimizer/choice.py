@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ModelMismatch
-from ps_protocol.optimizers import LOWEST_RANK, HyperParameters, OptimizerSpec, check_sparse_numbers
+from ps_protocol.optimizers import (
+    LOWEST_RANK,
+    RULES,
+    SPARSE_NUMBERS,
+    HyperParameters,
+    OptimizerSpec,
+    check_sparse_numbers,
+)
 from ps_protocol.requests import Completion
 
 from ..engines.engine import StepEngine, StepGradients
@@ -44,6 +51,10 @@ def check_combination(session: Session, optimizer: Optimizer, model: TrainedMode
         (
             local and rules.max_delay > 0,
             "local_steps cannot be used with max_delay: a delayed pull would overwrite the local steps since then",
+        ),
+        (
+            local and bool(model.sparse),
+            "local_steps do not support sparse gradients. Use local_steps=0, or create the Embedding with sparse=False",
         ),
         (
             rules.is_async and settings.overlap and settings.max_grad_norm is not None,
@@ -130,7 +141,11 @@ class DividedWork:
             gradients, is_finite = self.local.outer_gradients(), True
         else:
             return None
-        found = [] if self.is_stepped_here else self.read_numbers()
+        found: list[HyperParameters] = []
+        if self.is_stepped_here:
+            check_sparse_numbers(self.spec, self.sparse_groups, full_groups(self.optimizer))
+        else:
+            found = self.read_numbers()
         buffers: list[HyperParameters] = [{"lr": self.buffer_rate} for _ in self.model.averages.groups]
         return StepGradients(gradients, Completion(0, [*found, *buffers]), is_finite)
 
@@ -143,18 +158,25 @@ def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None,
         stepped = _make_outer(session, model) if outer is None else outer
         check_outer(optimizer, stepped)
         local = LocalSteps(optimizer, model.parameters, settings.local_steps)
+    spec = describe_optimizer(stepped, steps_here=is_stepped_here)
+    parameters = [each for each in model.describe(stepped)[0] if each.name in model.parameters]
+    rules_of = {each.name: spec.rule(each.group) for each in parameters}
     return DividedWork(
         model,
         stepped,
-        spec=describe_optimizer(stepped, steps_here=is_stepped_here),
+        spec=spec,
         local=local,
         is_stepped_here=is_stepped_here,
         is_async=rules.is_async,
         # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
         buffer_rate=1 / session.world_size if rules.is_async else 1.0,
         initial_state={} if is_stepped_here else _read_own_state(stepped, model),
-        sparse_groups=frozenset(spec.group for spec in model.describe(stepped)[0] if spec.is_sparse),
-        flattening=Flattening(model.sparse, *([] if is_stepped_here else [session.client.log.warning])),
+        sparse_groups=frozenset(each.group for each in parameters if each.is_sparse),
+        flattening=Flattening(
+            model.sparse,
+            {name: rule for name, rule in rules_of.items() if rule in RULES and rule not in SPARSE_NUMBERS},
+            *([] if is_stepped_here else [session.client.log.warning]),
+        ),
     )
 
 

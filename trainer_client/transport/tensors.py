@@ -45,17 +45,26 @@ def elements_of(gradient: Tensor) -> Tensor:
 class Flattening:
     """Flat gradients of one model. Those that are not contiguous (`channels_last`) are copied to kept memory."""
 
-    def __init__(self, sparse: Collection[str] = (), warn: Callable[[str], object] = lambda _: None) -> None:
-        """`sparse` names the parameters whose gradients stay sparse. `warn` is called once for any other."""
+    def __init__(
+        self,
+        sparse: Collection[str] = (),
+        dense: Mapping[str, str] = {},
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """`sparse` names the parameters whose gradients stay sparse. `warn` is called once for any other.
+
+        `dense` has the optimizers that support no sparse gradient, by parameter.
+        """
         self._memory: dict[str, Tensor] = {}
         self._sparse = sparse
+        self._dense = dense
         self._warn = warn
 
     def flat(self, name: str, gradient: Tensor) -> Tensor:
         """Return all elements in order, in the gradient's memory or in a copy that the next call replaces.
 
         A gradient of a sparse parameter is returned as a coalesced COO tensor of its shape in host memory. Raises
-        BadModel if it is dense.
+        BadModel if it is dense, and for a sparse gradient that the optimizer does not support.
         """
         if gradient.requires_grad:
             gradient = gradient.detach()
@@ -68,6 +77,11 @@ class Flattening:
                 )
             return gradient.coalesce().cpu()
         if gradient.is_sparse:
+            if name in self._dense:
+                raise BadModel(
+                    f"{self._dense[name]} does not support sparse gradients, such as that of {name!r}. Use SparseAdam, "
+                    "Adagrad or SGD for it, or sparse=False"
+                )
             if name not in self._memory:
                 self._warn(
                     f"the sparse gradient of {name!r} is pushed as a dense one, because it is neither the weight of an "

@@ -179,6 +179,8 @@ def plan_model(model: DeclareModel, settings: CoordinatorSettings, num_pservers:
     """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
     sparse = frozenset(model.sparse)
     parameters = [ParameterSpec(*fields, is_sparse=fields[0] in sparse) for fields in model.parameters]
+    if unknown := sparse - {spec.name for spec in parameters}:
+        raise BadModel(f"there is no parameter {min(unknown)!r:.200}, which is declared as sparse")
     if sparse and (settings.consistency.is_ring or model.local_steps or settings.consistency.compensation == "dc"):
         raise BadModel(
             "strategy ring, local_steps and compensation dc do not support sparse gradients, such as that of "

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gradpost
-from ps_protocol.errors import Conflict, Unreachable
+from ps_protocol.errors import BadInput, Conflict, Unreachable
 from trainer_client.session.session import ALONE
 
 STEPS = 6
@@ -102,12 +102,15 @@ def test_several_trainers_need_a_cluster() -> None:
 SCRIPT = """
 import torch, gradpost
 torch.set_num_threads(1)
-weight = torch.nn.Parameter(torch.zeros(2))
-optimizer = gradpost.RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+model = torch.nn.Embedding(2, 2, sparse=True, _weight=torch.zeros(2, 2))
+model.bias = torch.nn.Parameter(torch.zeros(2))
+optimizer = gradpost.RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+rank = optimizer.session.rank
 for _ in range(3):
-    weight.grad = torch.full((2,), 1.0 + 2 * optimizer.session.rank)
+    optimizer.zero_grad()
+    ((1 + 2 * rank) * (model(torch.tensor(rank)).sum() + model.bias.sum())).backward()
     optimizer.step()
-print(f"{optimizer.session.world_size} {weight.tolist()};", flush=True)
+print(f"{optimizer.session.world_size} {model.weight.tolist()} {model.bias.tolist()};", flush=True)
 """
 
 
@@ -121,7 +124,7 @@ def run_script(folder: Path, launcher: tuple[str, ...] = (), **environ: str) -> 
 
 def test_a_script_without_a_coordinator_trains_alone_and_says_so(tmp_path: Path) -> None:
     done = run_script(tmp_path)
-    assert (done.returncode, done.stdout) == (0, "1 [-3.0, -3.0];\n")
+    assert (done.returncode, done.stdout) == (0, "1 [[-3.0, -3.0], [0.0, 0.0]] [-3.0, -3.0];\n")
     assert done.stderr == ALONE + "\n"
 
 
@@ -138,7 +141,9 @@ def test_a_script_with_a_coordinator_never_trains_alone(monkeypatch: pytest.Monk
 def test_the_processes_of_a_host_train_together(tmp_path: Path) -> None:
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     done = run_script(tmp_path, launcher, GRADPOST_STRATEGY="local")
-    assert done.stdout.count("2 [-6.0, -6.0];") == 2  # three steps with the mean of 1 and 3
+    assert (
+        done.stdout.count("2 [[-1.5, -1.5], [-4.5, -4.5]] [-6.0, -6.0];") == 2
+    )  # three steps with the mean of 1 and 3
 
 
 def test_only_embeddings_have_sparse_gradients_and_a_step_may_have_none() -> None:
@@ -156,6 +161,30 @@ def test_only_embeddings_have_sparse_gradients_and_a_step_may_have_none() -> Non
     optimizer.step()
     assert torch.equal(model.table.weight.grad.coalesce().indices(), torch.tensor([[3]]))
     optimizer.session.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "has_model", "said"),
+    [
+        (
+            "SGD",
+            {"momentum": 0.9},
+            True,
+            r"SGD with momentum cannot step sparse parameters: .* or create the Embedding",
+        ),
+        ("AdamW", {}, False, r"AdamW does not support sparse gradients, such as that of .* Use SparseAdam"),
+    ],
+)
+def test_steps_of_tables_that_the_optimizer_cannot_take_are_refused(
+    name: str, options: dict[str, Any], has_model: bool, said: str
+) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    wrapped = getattr(torch.optim, name)(model.parameters(), lr=1.0, **options)
+    with gradpost.connect(strategy="local"):
+        optimizer = gradpost.RemoteOptimizer(wrapped, model=model if has_model else None)
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(BadInput, match=said):
+            optimizer.step()
 
 
 def test_a_clipped_step_of_a_table_may_have_no_gradient() -> None:

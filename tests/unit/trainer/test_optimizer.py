@@ -41,6 +41,7 @@ def check(
     is_declared: bool = False,
     has_several: bool = False,
     buffer_rules: tuple[str, ...] = (),
+    sparse: tuple[str, ...] = (),
 ) -> None:
     client = SimpleNamespace(
         settings=TrainerSettings(**settings),
@@ -49,7 +50,7 @@ def check(
     )
     session = SimpleNamespace(client=client, host=object() if has_host else None)
     module, averages = nn.Linear(2, 2) if has_module else None, SimpleNamespace(groups=buffer_rules)
-    model = SimpleNamespace(module=module, parameters={}, averages=averages)
+    model = SimpleNamespace(module=module, parameters={}, averages=averages, sparse=sparse)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     wrapped = CombinedOptimizer({"D": optimizer}) if has_several else optimizer
     check_combination(cast(Any, session), wrapped, cast(Any, model), has_outer=has_outer)
@@ -63,6 +64,7 @@ def check(
         ({}, {}, {"has_outer": True}, "needs local_steps"),
         ({"overlap": True, "local_steps": 2}, {}, {}, "local_steps cannot be used with overlap"),
         ({"local_steps": 2}, {"max_delay": 1}, {}, "local_steps cannot be used with max_delay"),
+        ({"local_steps": 2}, {}, {"sparse": ("w",)}, "local_steps do not support sparse gradients"),
         ({}, {"mode": "async"}, {"buffer_rules": ("lowest_rank",)}, "lowest_rank of buffers needs rounds"),
         (
             {"overlap": True, "max_grad_norm": 1.0},

@@ -54,7 +54,7 @@ def read(frame: Frame, body: bytes) -> dict[str, Tensor]:
 
 def test_only_gradients_of_sparse_parameters_stay_sparse_and_must_be() -> None:
     warnings: list[str] = []
-    flattening = Flattening({"table"}, warnings.append)
+    flattening = Flattening({"table"}, {"of Adam": "Adam"}, warnings.append)
     values = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     twice = torch.sparse_coo_tensor([[2, 0, 2]], values, (3, 2), check_invariants=True)
     kept = flattening.flat("table", twice)
@@ -63,6 +63,8 @@ def test_only_gradients_of_sparse_parameters_stay_sparse_and_must_be() -> None:
         assert flattening.flat("unknown", twice).tolist() == [3.0, 4.0, 0.0, 0.0, 6.0, 8.0]
     [warning] = warnings
     assert "'unknown' is pushed as a dense one" in warning
+    with pytest.raises(BadModel, match=r"Adam does not support sparse gradients, such as that of .* Use SparseAdam"):
+        flattening.flat("of Adam", twice)
     for other in (torch.ones(3, 2), torch.ones(3, 2).to_sparse()):  # neither names rows
         with pytest.raises(BadModel, match=r"'table' is not a sparse COO tensor of rows, .* and sparse=False"):
             flattening.flat("table", other)
