@@ -101,6 +101,8 @@ class Tricks:
             )
         except httpx.TransportError:
             return None  # the pserver has just died, or its answer was lost
+        if response.headers.get("content-type") == "text/html":
+            return None  # a proxy has answered with a page
         if response.status_code >= 500 and response.status_code != 503:
             text = f"{path} answered {response.status_code}: {response.content[:300]!r}"
             self._diary.write("wrong answer", text=text)
