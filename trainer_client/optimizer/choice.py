@@ -128,9 +128,12 @@ class DividedWork:
         return not self.is_async and self.local is None
 
     def read_numbers(self) -> list[HyperParameters]:
-        """Return the hyperparameters for the pservers. Raises BadInput for those that sparse gradients do not allow."""
-        numbers = read_hyper_parameters(self.spec, self.optimizer)
-        check_sparse_numbers(self.spec, self.sparse_groups, numbers)
+        """Return the hyperparameters for the pservers, if these step.
+
+        Raises BadInput for those that sparse gradients do not allow.
+        """
+        numbers = [] if self.is_stepped_here else read_hyper_parameters(self.spec, self.optimizer)
+        check_sparse_numbers(self.spec, self.sparse_groups, numbers or full_groups(self.optimizer))
         return numbers
 
     def contribute(self, parameters: Mapping[str, Tensor], is_finite: bool) -> StepGradients | None:
@@ -141,13 +144,8 @@ class DividedWork:
             gradients, is_finite = self.local.outer_gradients(), True
         else:
             return None
-        found: list[HyperParameters] = []
-        if self.is_stepped_here:
-            check_sparse_numbers(self.spec, self.sparse_groups, full_groups(self.optimizer))
-        else:
-            found = self.read_numbers()
         buffers: list[HyperParameters] = [{"lr": self.buffer_rate} for _ in self.model.averages.groups]
-        return StepGradients(gradients, Completion(0, [*found, *buffers]), is_finite)
+        return StepGradients(gradients, Completion(0, [*self.read_numbers(), *buffers]), is_finite)
 
 
 def divide_work(session: Session, optimizer: Optimizer, outer: Optimizer | None, model: TrainedModel) -> DividedWork:
