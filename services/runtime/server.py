@@ -34,7 +34,7 @@ from ps_protocol.errors import BadInput, GradpostError, TryAgain
 
 from .errors import problem_response
 from .logs import get_logger
-from .process import allow_many_files, bound_connections, keep_large_buffers
+from .process import allow_many_files, bound_connections, keep_large_buffers, use_huge_pages
 from .security import protect, wait_for_token, warn_if_exposed
 from .settings import ServiceSettings
 
@@ -117,6 +117,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
         os._exit(exit_code)
 
     keep_large_buffers()
+    use_huge_pages()
     allow_many_files()
     asyncio.run(run_and_exit())
 
