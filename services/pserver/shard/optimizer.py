@@ -126,9 +126,6 @@ def _make_step(function: Callable[..., None], *slots: str, fused: bool = False) 
 
 def _step_adagrad(on: Operands, options: Options) -> StepState:
     numbers = {key: value for key, value in options.items() if key != "initial_accumulator_value"}
-    if on.state.steps == 0:
-        for slot in on.slots["sum"]:
-            slot.fill_(options["initial_accumulator_value"])
     adagrad(on.values, on.gradients, on.slots["sum"], on.scalars(on.state.steps), **on.implementation, **numbers)
     return on.stepped()
 
@@ -246,6 +243,7 @@ class OptimizerBlocks:
         self.state = OptimizerState(steps=dict.fromkeys(layout.place, FRESH))
         self._spec = spec
         self._layout = layout
+        self._filled = frozenset(name for name, its in layout.place.items() if spec.rule(its.group) == "Adagrad")
 
     def apply(
         self,
@@ -264,6 +262,11 @@ class OptimizerBlocks:
         each parameter group. Steps are counted for each block, or with a `counter` for each block and counter; counters
         share the slots. A new counter begins with the steps of the block before any counter stepped it.
         """
+        for name in self._filled.intersection(present):
+            if self.state.steps[name].steps == 0:  # no counter has stepped it
+                place = self._layout.place[name]
+                numbers: Options = hyper_parameters[place.group]
+                self._slot("sum")[place.step_begin : place.step_end] = numbers["initial_accumulator_value"]
         if counter is None:
             self.state.counted.clear()  # such a step counts for all
         else:

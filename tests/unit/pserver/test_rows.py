@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.encodings import TORCH_DTYPES
+from ps_protocol.encodings import TORCH_DTYPES, Rows
 from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
 from ps_protocol.optimizers import MASTER, OptimizerSpec, slot_key
 from ps_protocol.plan import SlicePlan, make_plan
@@ -33,7 +33,17 @@ from trainer_client.transport.frame_sink import FrameSink
 from trainer_client.transport.tensors import Flattening, writable_bytes
 
 from ...soaking import examples
-from .oracle import Options, Shards, TorchOracle, assert_equal, make_numbers, make_options, make_spec, num_threads
+from .oracle import (
+    Options,
+    Shards,
+    TorchOracle,
+    assert_equal,
+    assert_same_bits,
+    make_numbers,
+    make_options,
+    make_spec,
+    num_threads,
+)
 from .support import bench, decode, encode, unchanged
 
 Gradients = Mapping[str, Tensor]
@@ -211,6 +221,24 @@ def test_rows_have_the_bits_of_torch(case: str, num_pservers: int, min_block_siz
         )
         if step % 7 == 0 or step == num_steps - 1:
             assert_equal(shards, oracle, f"after step {step}")
+
+
+def test_trainers_that_count_their_own_steps_share_the_sums_of_adagrad() -> None:
+    parameters = [ParameterSpec("rows", (5, 2), is_sparse=True), ParameterSpec("dense", (7,), group=1)]
+    shards, oracle = start("adagrad", parameters, 1, 100)
+    [shard] = shards.shards
+    groups = [{**group, "initial_accumulator_value": 0.5} for group in make_case("adagrad")[1]]
+    for state in (oracle.state(spec.name) for spec in parameters):
+        state["sum"].fill_(0.5)
+    for counter, row in ((0, 1), (0, 2), (1, 1), (0, 4), (1, 2)):
+        values, dense = torch.full((1, 2), row / 3), torch.full((7,), row / 7)
+        numbers = make_numbers(shards.plan.optimizer, groups)
+        rows = {"rows.block0": Rows(torch.tensor([row]), values)}
+        shard.apply_blocks({"dense.block0": dense}, numbers, rows, counter=counter)
+        oracle.step({"rows": make_sparse(torch.tensor([row]), values, (5, 2)).coalesce(), "dense": dense}, groups)
+        for name, parameter in oracle.parameters.items():
+            assert_same_bits(shards.values(name), parameter, name)
+            assert_same_bits(shards.values(name, "sum"), oracle.state(name)["sum"], f"sum of {name}")
 
 
 class Reader:
