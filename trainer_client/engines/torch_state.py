@@ -233,7 +233,7 @@ def _read_optimizer_state(
         raise ValueError(f"after {steps} steps, with mu_product {product}")
     if optimizer == "Adagrad" and steps == 0:
         # It would be filled again with the optimizer's own.
-        if not bool((slots["sum"] == float(group["initial_accumulator_value"])).all()):
+        if not bool((given["sum"] == float(group["initial_accumulator_value"])).all()):  # rounded to its dtype
             raise ValueError("before the first step, the sum must be initial_accumulator_value")
         return None
     return ParameterState(StepState(int(steps), mu_product=product), slots)

@@ -24,7 +24,7 @@ from trainer_client.client.telemetry import StepMeasures
 from trainer_client.engines.model_tensors import BufferAverages, stored_tensors
 from trainer_client.engines.script_optimizers import CombinedOptimizer
 from trainer_client.engines.state_transfer import Loading
-from trainer_client.engines.torch_state import ParameterState
+from trainer_client.engines.torch_state import ParameterState, read_state
 from trainer_client.optimizer.choice import check_combination
 from trainer_client.optimizer.wrapped_optimizer import describe_optimizer
 
@@ -204,6 +204,18 @@ SLOTS = {
     name: ParameterState(StepState(steps=3), {slot: torch.rand(PLAN.parameter[name].num_elements) for slot in "xy"})
     for name in ("a", "b")
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_that_adagrad_has_filled_are_no_state(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+    wrapped = torch.optim.Adagrad([weight], initial_accumulator_value=0.1)
+    spec, names = describe_optimizer(wrapped), {id(weight): "weight"}
+    groups = [{**group, "initial_accumulator_value": 0.1} for group in wrapped.param_groups]
+    assert read_state(spec, groups, names, wrapped.state_dict()) == {}
+    wrapped.state[weight]["sum"][1] = 0.2
+    with pytest.raises(BadModel, match="before the first step, the sum must be initial_accumulator_value"):
+        read_state(spec, groups, names, wrapped.state_dict())
 
 
 def test_loaded_state_is_pushed_with_the_first_step_until_that_is_pulled() -> None:
