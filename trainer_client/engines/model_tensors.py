@@ -276,6 +276,6 @@ def digest_model(
 ) -> str:
     """Return a digest of what must be the same in all processes of a host."""
     parameters, stored = model.describe(optimizer)
-    described = [(p.name, p.shape, p.dtype, p.group) for p in parameters]
+    described = [(p.name, p.shape, p.dtype, p.group, p.is_sparse) for p in parameters]
     text = json.dumps([described, stored, spec.to_json(), local_steps, device.type], default=str)
     return xxhash.xxh3_64_hexdigest(text.encode())
