@@ -91,8 +91,9 @@ def train(kind: str, done: Barrier, session: Session, *, poisoned: int | None = 
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = loss_of(model, step, session.rank)
-        (loss * float("nan") if (step, session.rank) == (poisoned, 1) else loss).backward()
+        loss_of(model, step, session.rank).backward()
+        if (step, session.rank) == (poisoned, 1):
+            model.users.weight.grad._values()[3, 0] = float("nan")  # of one row alone
         for optimizer in optimizers:
             optimizer.step()
     remote = getattr(optimizers[0], "remote", optimizers[0])

@@ -186,10 +186,16 @@ def test_steps_of_tables_that_the_optimizer_cannot_take_are_refused(
             optimizer.step()
 
 
-def test_a_clipped_step_of_a_table_may_have_no_gradient() -> None:
+def test_a_step_of_a_table_is_unscaled_and_clipped_and_may_have_no_gradient() -> None:
     model = nn.Embedding(10, 4, sparse=True)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = gradpost.RemoteOptimizer(sgd, model=model, strategy="local", max_grad_norm=1.0)
+    optimizer = gradpost.RemoteOptimizer(sgd, model=model, strategy="local", max_grad_norm=1.0, nonfinite="skip_round")
     optimizer.step()
     assert optimizer.grad_norm == 0.0
+    expected, scaler = model.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected[3] -= 0.5  # its gradient is 2 in each of 4 columns
+    scaler.scale(model(torch.tensor([3, 3])).sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.grad_norm == 4.0
+    torch.testing.assert_close(model.weight.detach(), expected)
     optimizer.session.close()

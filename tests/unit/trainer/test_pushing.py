@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
+from ps_protocol.errors import BadModel, ContributionConflict, GradpostError, NonFiniteGradient
 from ps_protocol.frames import Frame, parse_frame
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.requests import NUM_BLOCKS_KEY, Barrier, Completion
@@ -27,8 +27,10 @@ from trainer_client.client.buckets import FrameParts, make_buckets
 from trainer_client.client.error_feedback import ErrorFeedback
 from trainer_client.client.pserver_group import DeclaredRun, PserverGroup
 from trainer_client.client.telemetry import TrainerMetrics
+from trainer_client.engines.engine import StepGradients
 from trainer_client.engines.step_exchange import StepExchange
 from trainer_client.engines.step_memory import StepMemory
+from trainer_client.engines.unfinished_step import UnfinishedStep
 from trainer_client.transport.device_copies import GradientCopies, ParameterCopies
 from trainer_client.transport.exchange import Exchange
 from trainer_client.transport.tensors import Flattening
@@ -222,6 +224,19 @@ def test_a_rejected_step_pushes_nothing_but_what_overlap_has_pushed(io: Exchange
             assert all(bool(values.isfinite().all()) for values in blocks.values())
             assert NUM_BLOCKS_KEY not in frame.metadata
     assert push_with_nan(io, Recorder("allow"), 0, bad, bucket_bytes=1)  # nothing is read
+
+
+@pytest.mark.parametrize(("row", "value"), [(1, 2.0), (2, 1.0)])
+def test_the_next_try_of_an_interrupted_step_has_the_same_rows(row: int, value: float) -> None:
+    def make(row: int, value: float) -> dict[str, Tensor]:
+        return {"table": torch.sparse_coo_tensor([[row]], [[value]], (3, 1), is_coalesced=True, check_invariants=True)}
+
+    unfinished = UnfinishedStep(leads_host=False)
+    unfinished.contribution = StepGradients(make(1, 1.0), Completion(0, []), True)
+    unfinished.note_failure(KeyboardInterrupt())
+    unfinished.require_same_gradients(1, make(1, 1.0), ["table"])
+    with pytest.raises(ContributionConflict, match=r"round 1.* its gradient of 'table', which differs"):
+        unfinished.require_same_gradients(1, make(row, value), ["table"])
 
 
 def test_a_rejected_try_of_a_step_leaves_the_errors_of_earlier_steps_as_they_were() -> None:
