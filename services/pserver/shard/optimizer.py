@@ -125,6 +125,7 @@ def _make_step(function: Callable[..., None], *slots: str, fused: bool = False) 
 
 
 def _step_adagrad(on: Operands, options: Options) -> StepState:
+    """Step with sums that were filled before the first step of a block."""
     numbers = {key: value for key, value in options.items() if key != "initial_accumulator_value"}
     adagrad(on.values, on.gradients, on.slots["sum"], on.scalars(on.state.steps), **on.implementation, **numbers)
     return on.stepped()
@@ -243,6 +244,7 @@ class OptimizerBlocks:
         self.state = OptimizerState(steps=dict.fromkeys(layout.place, FRESH))
         self._spec = spec
         self._layout = layout
+        # Their sums are filled once, and not in each counter's first step.
         self._filled = frozenset(name for name, its in layout.place.items() if spec.rule(its.group) == "Adagrad")
 
     def apply(
@@ -262,7 +264,8 @@ class OptimizerBlocks:
         each parameter group. Steps are counted for each block, or with a `counter` for each block and counter; counters
         share the slots. A new counter begins with the steps of the block before any counter stepped it.
         """
-        for name in self._filled.intersection(present):
+        wanted = frozenset(present)
+        for name in self._filled & wanted:
             if self.state.steps[name].steps == 0:  # no counter has stepped it
                 place = self._layout.place[name]
                 numbers: Options = hyper_parameters[place.group]
@@ -271,7 +274,7 @@ class OptimizerBlocks:
             self.state.counted.clear()  # such a step counts for all
         else:
             self.state.steps.update({name: self._begin(name, counter) for name in present})
-        for (group, state), stepped in self._find_runs(frozenset(present) - rows.keys()).items():
+        for (group, state), stepped in self._find_runs(wanted - rows.keys()).items():
             name = self._spec.rule(group)
             rule = UPDATE_RULES[name]
             options = {**hyper_parameters[group], **self._spec.group_flags[group]}
@@ -279,7 +282,7 @@ class OptimizerBlocks:
             slots = {slot: _view(self._slot(slot), pieces) for slot in slots_under(name, options)}
             operands = Operands(_view(values, pieces), _view(gradient, pieces), slots, state)
             self.state.steps.update(dict.fromkeys(stepped.names, rule.step(operands, options)))
-        for name in rows.keys() & present:
+        for name in rows.keys() & wanted:
             self._step_rows(values, name, rows[name], hyper_parameters)
         if counter is not None:
             self.state.counted.update({(counter, name): self.state.steps[name] for name in present})
